@@ -1,0 +1,162 @@
+"""The one timing helper: GPU time, host time, the ceilings of this machine, one bench row.
+
+GPU time is what the fused ops compete on (a denoising step keeps the GPU busy), so `time_us`
+keeps launch overhead out of it: a spin kernel holds the GPU while the host queues the work.
+L2 is cold, because in a model every op reads what another op wrote tens of MB ago.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+L2_FLUSH_BYTES = 256 * 2**20  # four times the H200's 60 MB of L2
+SPIN_CYCLES_PER_US = 2000  # the H200 boosts to 1980 MHz
+WARM_UP = 10
+
+Output = torch.Tensor | tuple[torch.Tensor, ...]
+Thunk = Callable[[], Output]
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One line of `kernels.json`; times are medians in microseconds."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    equal: bool  # fused output has the same bits as eager's
+    eager_us: float
+    fused_us: float
+    compile_us: float | None  # torch.compile of the eager chain; None = not measured
+    speedup: float  # eager_us / fused_us
+    gbps: float | None  # None for an op bound by arithmetic
+    pct_copy: float | None  # of the copy ceiling measured in this process
+
+
+def bench_row(
+    op: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    eager: Thunk,
+    fused: Thunk,
+    bytes_moved: int | None,
+    compile_fn: Thunk | None = None,
+) -> BenchRow:
+    """Compare `fused` with `eager` (both take nothing and return a tensor or a tuple of them).
+
+    `bytes_moved`: each input byte read once plus each output byte written once; None for an op
+    that arithmetic bounds. `compile_fn`: the third column, usually `compiled(eager)`.
+    """
+    equal = bits_equal(eager(), fused())
+    eager_us, fused_us = time_us(eager), time_us(fused)
+    gbps = bytes_moved / fused_us / 1e3 if bytes_moved is not None else None
+    return BenchRow(
+        op=op,
+        shape=tuple(shape),
+        dtype=str(dtype).removeprefix("torch."),
+        equal=equal,
+        eager_us=eager_us,
+        fused_us=fused_us,
+        compile_us=time_us(compile_fn) if compile_fn is not None else None,
+        speedup=eager_us / fused_us,
+        gbps=gbps,
+        pct_copy=gbps / copy_ceiling_tbps() / 10 if gbps is not None else None,
+    )
+
+
+def time_us(fn: Thunk, *, cold_l2: bool = True, iterations: int = 200) -> float:
+    """Median GPU time of one `fn()` in microseconds; launch overhead is hidden, not counted."""
+    for _ in range(WARM_UP):
+        fn()
+    spin_cycles = int(SPIN_CYCLES_PER_US * (50 + 1.5 * host_us(fn, iterations=20)))
+    flush = _flush_buffer() if cold_l2 else None
+    events = [_timed_call(fn, spin_cycles, flush) for _ in range(iterations)]
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events) * 1e3
+
+
+def _timed_call(
+    fn: Thunk, spin_cycles: int, flush: torch.Tensor | None
+) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(spin_cycles)  # the host queues everything below while the GPU spins
+    if flush is not None:
+        flush.zero_()
+    start.record()
+    fn()
+    end.record()
+    return start, end
+
+
+def host_us(fn: Thunk, *, iterations: int = 200) -> float:
+    """Median host time of one `fn()` in microseconds: what it costs to launch, not to run."""
+    fn()
+    samples = []
+    for _ in range(iterations):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        fn()
+        samples.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return statistics.median(samples) * 1e6
+
+
+@functools.cache
+def copy_ceiling_tbps() -> float:
+    """Device copy bandwidth in TB/s, read + write, of a 1 GiB buffer; measured once a process."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_us(lambda: target.copy_(source), iterations=30) / 1e6
+
+
+@functools.cache
+def bf16_matmul_ceiling_tflops(size: int = 8192) -> float:
+    """TFLOP/s of a square bf16 matmul; measured once a process."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / time_us(lambda: a @ b, iterations=20) / 1e6
+
+
+@functools.cache
+def sdpa_ceiling(sequence: int = 4608, heads: int = 24, head_dim: int = 128) -> float:
+    """TFLOP/s of cuDNN attention at FLUX.1's 1024x1024 shape, bf16; measured once a process."""
+    shape = (1, heads, sequence, head_dim)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        us = time_us(lambda: F.scaled_dot_product_attention(q, k, v), iterations=30)
+    return 4 * heads * sequence**2 * head_dim / us / 1e6
+
+
+def compiled(fn: Thunk) -> Thunk:
+    """`torch.compile(fn)` for one static shape, compiled before it is timed.
+
+    Dynamo's cache is dropped first: past its recompile limit it would quietly run eager.
+    """
+    torch._dynamo.reset()
+    compiled_fn = torch.compile(fn, dynamic=False, fullgraph=True)
+    compiled_fn()
+    return compiled_fn
+
+
+def bits_equal(a: Output, b: Output) -> bool:
+    """Same count, shapes, dtypes and values; a NaN equals a NaN in the same place."""
+    left, right = ((x,) if isinstance(x, torch.Tensor) else tuple(x) for x in (a, b))
+    return len(left) == len(right) and all(map(_tensor_equal, left, right))
+
+
+def _tensor_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(
+        a.isnan(), b.isnan()
+    )
+
+
+@functools.cache
+def _flush_buffer() -> torch.Tensor:
+    return torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
