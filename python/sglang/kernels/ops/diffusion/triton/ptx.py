@@ -1,0 +1,82 @@
+"""Exactly rounded device arithmetic for Triton kernels that must repeat another kernel's bits.
+
+Triton and LLVM may contract `a * b + c` into one FMA, narrow an fp32 product that is rounded to bf16,
+and pick an approximate division. Inline PTX with an explicit rounding mode is never rewritten, so the
+helpers below mean exactly one instruction (`.rn`: round to nearest even, subnormals kept) each:
+
+    mul_rn, add_rn, sub_rn    one rounding          fma_rn      a * b + c with one rounding
+    div_rn, rcp_rn            IEEE quotient         rsqrt_approx, rcp_approx   the hardware's MUFU
+
+`rsqrt_approx` equals CUDA's `rsqrtf`: ptxas rescales a subnormal argument by 2^24 and the result by
+2^12. All arguments are fp32 and are broadcast against each other. Importing this module imports
+triton: reach it from kernel modules only, never from a module that must load without triton.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mul_rn(a, b):
+    return tl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def add_rn(a, b):
+    return tl.inline_asm_elementwise(
+        "add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def sub_rn(a, b):
+    return tl.inline_asm_elementwise(
+        "sub.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def fma_rn(a, b, c):
+    return tl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def div_rn(a, b):
+    return tl.inline_asm_elementwise(
+        "div.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def rcp_rn(a):
+    return tl.inline_asm_elementwise(
+        "rcp.rn.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def rcp_approx(a):
+    return tl.inline_asm_elementwise(
+        "rcp.approx.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def rsqrt_approx(a):
+    return tl.inline_asm_elementwise(
+        "rsqrt.approx.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """fp32 `x` rounded to nearest even in `dtype` (bf16 or fp16) and widened back to fp32.
+
+    LLVM cannot fold the pair away, and the arithmetic around it is opaque inline PTX, so the product
+    or sum before it is not narrowed either (narrowing would differ for subnormal results).
+    """
+    return x.to(dtype).to(tl.float32)
