@@ -1,15 +1,15 @@
 """Exactly rounded device arithmetic for Triton kernels that must repeat another kernel's bits.
 
-Triton and LLVM may contract `a * b + c` into one FMA, narrow an fp32 product that is rounded to bf16,
-and pick an approximate division. Inline PTX with an explicit rounding mode is never rewritten, so the
-helpers below mean exactly one instruction (`.rn`: round to nearest even, subnormals kept) each:
+Triton and LLVM may contract `a * b + c` into one FMA, narrow an fp32 product that is rounded to
+bf16, and pick an approximate division. Inline PTX with an explicit rounding mode is never
+rewritten, so each helper means one operation (`.rn`: round to nearest even, subnormals kept):
 
     mul_rn, add_rn, sub_rn    one rounding          fma_rn      a * b + c with one rounding
     div_rn, rcp_rn            IEEE quotient         rsqrt_approx, rcp_approx   the hardware's MUFU
 
-`rsqrt_approx` equals CUDA's `rsqrtf`: ptxas rescales a subnormal argument by 2^24 and the result by
-2^12. All arguments are fp32 and are broadcast against each other. Importing this module imports
-triton: reach it from kernel modules only, never from a module that must load without triton.
+`rsqrt_approx` equals CUDA's `rsqrtf`: ptxas rescales a subnormal argument by 2^24 and the result
+by 2^12. Arguments are fp32 tensors (or scalars) and broadcast against each other. Importing this
+module imports triton: import it from kernel modules only, never from one that must load without.
 """
 
 import triton
@@ -17,66 +17,66 @@ import triton.language as tl
 
 
 @triton.jit
-def mul_rn(a, b):
+def mul_rn(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def add_rn(a, b):
+def add_rn(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise(
         "add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def sub_rn(a, b):
+def sub_rn(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise(
         "sub.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def fma_rn(a, b, c):
+def fma_rn(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def div_rn(a, b):
+def div_rn(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise(
         "div.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def rcp_rn(a):
+def rcp_rn(a: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise(
         "rcp.rn.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def rcp_approx(a):
+def rcp_approx(a: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise(
         "rcp.approx.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def rsqrt_approx(a):
+def rsqrt_approx(a: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise(
         "rsqrt.approx.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def round_to(x, dtype: tl.constexpr):
+def round_to(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """fp32 `x` rounded to nearest even in `dtype` (bf16 or fp16) and widened back to fp32.
 
-    LLVM cannot fold the pair away, and the arithmetic around it is opaque inline PTX, so the product
-    or sum before it is not narrowed either (narrowing would differ for subnormal results).
+    The arithmetic around it is opaque inline PTX, so LLVM cannot narrow the product or sum before
+    it to a bf16 operation (which would round subnormal results once instead of twice).
     """
     return x.to(dtype).to(tl.float32)
