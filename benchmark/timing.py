@@ -152,8 +152,10 @@ def bits_equal(a: Output, b: Output) -> bool:
 def _tensor_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(
-        a.isnan(), b.isnan()
+    return (
+        torch.equal(a, b)
+        or torch.equal(a.nan_to_num(), b.nan_to_num())
+        and torch.equal(a.isnan(), b.isnan())
     )
 
 
