@@ -1,0 +1,94 @@
+"""What one process is: which model, where it runs and how. The command line is built from it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.multimodal_gen.configs import validation
+from sglang.multimodal_gen.configs.model_specs import local_model_folder
+from sglang.multimodal_gen.configs.rules import Choice, Flag, Folder, Integer
+from sglang.multimodal_gen.configs.validation import InvalidParameter, setting
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+_PRECISION = Choice(PRECISIONS, optional=True)
+_CUDA_ONLY_BACKENDS = ("cudnn", "efficient")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """A process's settings. None stands for "decided by the others" as `help` says.
+
+    Raises InvalidParameter (a ValueError) for a bad value and for two settings that contradict each
+    other: an explicit one is never silently overridden.
+    """
+
+    model_path: str | None = setting(
+        None, Folder(optional=True), "folder in diffusers layout or hub id; none: bundled model"
+    )
+    num_gpus: int = setting(1, Integer(1, 1), "GPUs to use; only 1 for now")
+    local_mode: bool = setting(True, Flag(), "run the engine in this process")
+    load_format: str = setting(
+        "auto", Choice(("auto", "dummy")), "dummy: random weights, model-path names a config"
+    )
+    device: str = setting("auto", Choice(("auto", "cpu", "cuda")), "auto: a GPU if there is one")
+    dit_precision: str | None = setting(None, _PRECISION, "none: bf16 on cuda, fp32 on cpu")
+    vae_precision: str | None = setting(None, _PRECISION, "none: bf16 on cuda, fp32 on cpu")
+    text_encoder_precision: str | None = setting(
+        None, _PRECISION, "none: bf16 on cuda, fp32 on cpu"
+    )
+    attention_backend: str = setting(
+        "auto", Choice(("auto", "cudnn", "flash", "efficient", "math")), "attention kernels"
+    )
+    performance_mode: str = setting(
+        "auto", Choice(("auto", "speed", "memory", "manual")), "what to favour"
+    )
+    text_encoder_cpu_offload: bool | None = setting(
+        None, Flag(optional=True), "none: as performance-mode asks"
+    )
+    enable_torch_compile: bool = setting(False, Flag(), "compile the transformer; not lossless")
+    fast_paths: bool = setting(True, Flag(), "fused kernels; off: every site runs eager")
+    log_level: str = setting(
+        "info", Choice(("debug", "info", "warning", "error")), "least level to print"
+    )
+
+    def __post_init__(self) -> None:
+        validation.normalise_fields(self)
+        if self.load_format == "dummy":
+            local_model_folder(self.model_path, self.load_format)
+        self._check_conflicts()
+
+    @classmethod
+    def from_kwargs(cls, **values: Any) -> "ServerArgs":
+        """Settings from keywords; an unknown one is an error that names the nearest valid one."""
+        return validation.build_from_kwargs(cls, values)
+
+    @property
+    def offload_text_encoder(self) -> bool:
+        """Whether text encoders wait in host memory: as asked, else in memory mode only."""
+        if self.text_encoder_cpu_offload is None:
+            return self.performance_mode == "memory"
+        return self.text_encoder_cpu_offload
+
+    def precision(self, component: str, device_type: str) -> str:
+        """One of PRECISIONS for component "dit", "vae" or "text_encoder" on "cpu" or "cuda"."""
+        asked = getattr(self, f"{component}_precision")
+        return asked or ("bf16" if device_type == "cuda" else "fp32")
+
+    def _check_conflicts(self) -> None:
+        offload, mode = self.text_encoder_cpu_offload, self.performance_mode
+        if (mode == "speed" and offload) or (mode == "memory" and offload is False):
+            raise InvalidParameter(
+                "text_encoder_cpu_offload",
+                f"got {offload} with performance_mode={mode!r}, which wants the opposite; "
+                "drop one of the two or use performance_mode='manual'",
+            )
+        if self.device == "cpu" and offload:
+            raise InvalidParameter(
+                "text_encoder_cpu_offload",
+                "got True with device='cpu', expected device='cuda' or 'auto'; drop one of the two",
+            )
+        if self.device == "cpu" and self.attention_backend in _CUDA_ONLY_BACKENDS:
+            raise InvalidParameter(
+                "attention_backend",
+                f"got {self.attention_backend!r} with device='cpu', where it does not exist; "
+                "use 'auto', 'flash' or 'math'",
+            )
