@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from sglang.multimodal_gen.configs.validation import nearest, rejected
 
-MAX_NAME_BYTES = 200  # file systems allow 255; the rest is for "_63", the extension and ".part"
+MAX_COMPONENT_BYTES = 255  # what file systems allow
+MAX_NAME_BYTES = 200  # leaves room for "_255" and the extension
 
 
 def _read(kind: Callable[[str], object], text: str) -> object:
@@ -171,7 +172,8 @@ class Folder:
         path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
         if not isinstance(path, str) or not path.strip() or "\0" in path:
             raise rejected(name, value, "a path that is not empty and has no NUL character")
-        utf8_size(name, path)
+        if max(utf8_size(name, part) for part in path.split("/")) > MAX_COMPONENT_BYTES:
+            raise rejected(name, path, f"a path of names of at most {MAX_COMPONENT_BYTES} bytes")
         return os.path.expanduser(path)
 
     def from_text(self, text: str) -> str:
@@ -181,9 +183,10 @@ class Folder:
 
 @dataclass(frozen=True)
 class FileName:
-    """A bare, visible file name: no separator, no control character, at most 200 bytes."""
+    """A bare, visible file name: no separator, no control character, bytes limited."""
 
     optional: bool = False
+    max_bytes: int = MAX_NAME_BYTES
     metavar: str = "NAME"
     repeatable = False
 
@@ -198,8 +201,8 @@ class FileName:
             raise rejected(
                 name, value, "a file name without '/', '\\' or control characters", advice
             )
-        if utf8_size(name, value) > MAX_NAME_BYTES:
-            raise rejected(name, value, f"a file name of at most {MAX_NAME_BYTES} bytes")
+        if utf8_size(name, value) > self.max_bytes:
+            raise rejected(name, value, f"a file name of at most {self.max_bytes} bytes")
         return value
 
     def from_text(self, text: str) -> str:

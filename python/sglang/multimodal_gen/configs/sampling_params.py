@@ -28,7 +28,7 @@ MAX_IMAGES = 256  # prompts x num_outputs_per_prompt
 MAX_PROMPT_BYTES = 65536
 DEFAULT_OUTPUT_PATH = "outputs"
 DEFAULT_PROFILED_TIMESTEPS = 5
-_FORMAT_OF_EXTENSION = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp"}
+FORMAT_OF_EXTENSION = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp"}
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class SamplingParams:
 
     def _check_extension(self) -> None:
         extension = (self.output_file_name or "").rpartition(".")[2].lower()
-        implied = _FORMAT_OF_EXTENSION.get(extension, self.output_format)
+        implied = FORMAT_OF_EXTENSION.get(extension, self.output_format)
         if "." in (self.output_file_name or "") and implied != self.output_format:
             advice = f"set output_format={implied!r} or leave the extension out"
             expected = f"a name that fits output_format={self.output_format!r}"

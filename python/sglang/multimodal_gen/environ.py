@@ -1,0 +1,55 @@
+"""Every environment variable that this package reads, typed. A bad value raises when it is read."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EnvironmentVariable(Generic[T]):
+    """One variable: `get()` is its parsed value, or the default when it is unset or empty."""
+
+    name: str
+    default: T
+    parse: Callable[[str], T]  # raises ValueError for a text that is not accepted
+    accepted: str
+
+    def get(self) -> T:
+        """The value now. Raises ValueError naming the variable, what was got and is accepted."""
+        text = os.environ.get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            got = repr(text[:80])
+            raise ValueError(
+                f"environment variable {self.name}: got {got}, expected {self.accepted}"
+            ) from None
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(text)
+        return text
+
+    return parse
+
+
+PROGRESS: EnvironmentVariable[str] = EnvironmentVariable(
+    "SGLANG_DIFFUSION_PROGRESS",
+    default="auto",  # a bar on a terminal, plain lines otherwise
+    parse=_one_of("auto", "bar", "plain", "off"),
+    accepted="auto, bar, plain or off",
+)
+PROFILE_DIR: EnvironmentVariable[str] = EnvironmentVariable(
+    "SGLANG_DIFFUSION_PROFILE_DIR",
+    default="profiles",
+    parse=os.path.expanduser,
+    accepted="a folder for the traces of profile=True",
+)
+ALL = (PROGRESS, PROFILE_DIR)
