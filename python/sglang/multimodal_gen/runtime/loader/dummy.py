@@ -1,0 +1,55 @@
+"""Random weights and a stand-in tokenizer for `load_format="dummy"`: full sizes, no download."""
+
+from types import SimpleNamespace
+
+import torch
+
+DUMMY_SEED = 20261130
+PAD, BOS, EOS, BYTE_OFFSET = 0, 1, 2, 3
+
+
+@torch.no_grad()
+def fill_random(module: torch.nn.Module, device: torch.device) -> None:
+    """Fill every parameter in place, on its device, from one seeded generator.
+
+    Matrices and biases are normal with a standard deviation of 0.02, the scale of a trained
+    model; a one-dimensional `weight` is a norm's gain and stays near 1, so activations stay finite
+    over dozens of blocks.
+    """
+    generator = torch.Generator(device).manual_seed(DUMMY_SEED)
+    for name, parameter in module.named_parameters():
+        parameter.normal_(0.0, 0.02, generator=generator)
+        if parameter.ndim == 1 and name.endswith("weight"):
+            parameter.add_(1.0)
+
+
+class ByteTokenizer:
+    """Byte-level tokenizer with the call signature of a transformers tokenizer.
+
+    Token id = byte + 3; 0 pads, 1 begins (only with `bos`), 2 ends.
+    """
+
+    def __init__(self, model_max_length: int, *, bos: bool, eos: int = EOS) -> None:
+        self.model_max_length = model_max_length
+        self._bos = [BOS] if bos else []
+        self._eos = eos
+
+    def __call__(
+        self,
+        prompts: list[str],
+        padding: str | None = None,
+        max_length: int | None = None,
+        truncation: bool = False,
+        return_tensors: str | None = None,
+        verbose: bool = True,
+    ) -> SimpleNamespace:
+        """Ids of each prompt; int64 [len(prompts), max_length] when tensors are asked for."""
+        rows = [self._encode(p, max_length if truncation else None) for p in prompts]
+        if padding == "max_length":
+            rows = [row + [PAD] * (max_length - len(row)) for row in rows]
+        return SimpleNamespace(input_ids=torch.tensor(rows) if return_tensors == "pt" else rows)
+
+    def _encode(self, prompt: str, max_length: int | None) -> list[int]:
+        body = [b + BYTE_OFFSET for b in prompt.encode("utf-8")]
+        room = None if max_length is None else max_length - len(self._bos) - 1
+        return [*self._bos, *body[:room], self._eos]

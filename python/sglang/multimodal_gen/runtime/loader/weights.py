@@ -1,0 +1,88 @@
+"""Safetensors to module, strict: every name once, every shape equal, nothing left over."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+INDEX_SUFFIX = ".safetensors.index.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is incomplete, corrupt, or not the model's."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a component, through its index when it is sharded."""
+    indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+    if not indexes:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(
+                f"{folder}: got no *.safetensors file, expected the weights there"
+            )
+        return files
+    try:
+        names = sorted(set(json.loads(indexes[0].read_text())["weight_map"].values()))
+    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{indexes[0]}: got an unreadable index ({error}), expected JSON with weight_map"
+        ) from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{indexes[0].name} names files that {folder} lacks: {missing}")
+    return [folder / name for name in names]
+
+
+def iterate_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, CPU tensor) of every tensor of a component, one at a time."""
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path}: got a corrupt or truncated file ({error}), expected safetensors;"
+                " fetch it again"
+            ) from error
+
+
+@torch.no_grad()
+def load_strict(
+    module: torch.nn.Module, weights: Iterator[tuple[str, torch.Tensor]], source: str
+) -> None:
+    """Copy `weights` into the parameters and buffers of `module`.
+
+    Each is cast to the parameter's dtype and device. Raises `CheckpointError` naming every
+    missing, unexpected, duplicate or mis-shaped tensor.
+    """
+    targets = module.state_dict(keep_vars=True)
+    missing, problems = set(targets), []
+    for name, tensor in weights:
+        if name not in targets:
+            problems.append(f"unexpected {name}")
+        elif name not in missing:
+            problems.append(f"duplicate {name}")
+        elif tensor.shape != targets[name].shape:
+            missing.discard(name)
+            problems.append(
+                f"{name} has shape {list(tensor.shape)}, expected {list(targets[name].shape)}"
+            )
+        else:
+            missing.discard(name)
+            targets[name].copy_(tensor)
+    problems += [f"missing {name}" for name in sorted(missing)]
+    raise_problems(problems, source)
+
+
+def raise_problems(problems: list[str], source: str, shown: int = 20) -> None:
+    """Raise one `CheckpointError` listing the problems; do nothing when there are none."""
+    if not problems:
+        return
+    more = f" and {len(problems) - shown} more" if len(problems) > shown else ""
+    raise CheckpointError(
+        f"{source}: the weights do not fit the model: {'; '.join(problems[:shown])}{more}"
+    )

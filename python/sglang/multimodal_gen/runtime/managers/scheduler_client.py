@@ -1,0 +1,31 @@
+"""The caller's side of the scheduler: sends a request, returns its images or raises its error."""
+
+import itertools
+import threading
+
+from sglang.multimodal_gen.configs.sampling_params import SamplingParams
+from sglang.multimodal_gen.runtime.managers.messages import (
+    EmitProgress,
+    GenerateRequest,
+    GenerateResponse,
+)
+from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
+
+
+class SchedulerClient:
+    """In-process client; safe to call from several threads, which then take turns."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._ids = itertools.count()
+        self._turn = threading.Lock()
+
+    def generate(self, params: SamplingParams, emit: EmitProgress) -> GenerateResponse:
+        """Block until the request is done. Re-raises the worker's exception."""
+        request = GenerateRequest(next(self._ids), params)
+        with self._turn:
+            self._scheduler.submit(request, emit)
+            response = self._scheduler.step()
+        if response.error is not None:
+            raise response.error
+        return response

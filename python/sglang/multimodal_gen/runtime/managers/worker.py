@@ -1,0 +1,130 @@
+"""Owns the device and the pipeline; turns a request into images."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+
+from sglang.kernels.ops.diffusion.bitexact_gate import all_gates, fast_paths
+from sglang.multimodal_gen.configs.model_specs import read_model_spec
+from sglang.multimodal_gen.configs.server_args import ServerArgs
+from sglang.multimodal_gen.configs.validation import rejected
+from sglang.multimodal_gen.report import fused_sites
+from sglang.multimodal_gen.runtime.loader.component_loader import ComponentLoader
+from sglang.multimodal_gen.runtime.loader.model_folder import find_model_folder
+from sglang.multimodal_gen.runtime.managers.messages import (
+    EmitProgress,
+    GenerateRequest,
+    GenerateResponse,
+    ImageOutput,
+    Progress,
+)
+from sglang.multimodal_gen.runtime.pipelines.registry import PIPELINES
+from sglang.multimodal_gen.runtime.pipelines.stages.state import (
+    BatchState,
+    ImageState,
+    ProgressCallback,
+)
+from sglang.multimodal_gen.runtime.profiling import RequestProfiler
+
+
+class Worker:
+    """Loads the model at construction. `execute` is called by one thread at a time."""
+
+    def __init__(self, args: ServerArgs, emit: EmitProgress) -> None:
+        folder = find_model_folder(args.model_path, args.load_format)
+        self.spec = read_model_spec(folder)
+        self.device = resolve_device(args.device)
+        self._fast_paths = args.fast_paths
+        loader = ComponentLoader(folder, args.load_format == "dummy", self.device)
+        with numeric_switches(self.device):
+            self.pipeline = PIPELINES[self.spec.pipeline_class](
+                loader, self.spec, args, lambda *step: emit(Progress(*step))
+            )
+        if args.enable_torch_compile:
+            self.pipeline.transformer.compile()
+
+    def execute(self, request: GenerateRequest, emit: EmitProgress) -> GenerateResponse:
+        """Run every stage over the request's images."""
+        params = request.params
+        images = [ImageState(image) for image in params.expand()]
+        true_cfg = params.true_cfg_scale > 1 and params.negative_prompt is not None
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(numeric_switches(self.device))
+            stack.enter_context(nullcontext() if self._fast_paths else fast_paths(False))
+            on_step = stack.enter_context(RequestProfiler(params, self.device)).on_step
+            batch = BatchState(params, images, _progress(emit, on_step), true_cfg)
+            self._reset_counters()
+            seconds = self.pipeline.run(batch)
+        return GenerateResponse(
+            request_id=request.request_id,
+            images=tuple(map(_image_output, images)),
+            stage_seconds=seconds,
+            mounted=batch.mounted,
+            sites=fused_sites(batch.mounted),
+            peak_memory_mb=self._peak_memory_mb(),
+        )
+
+    def _reset_counters(self) -> None:
+        for gate in all_gates():
+            gate.reset_counters()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _peak_memory_mb(self) -> float:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 2**20
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the current GPU where there is one. Raises ValueError for cuda without one."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise rejected("device", name, "cpu on a machine without a CUDA GPU", "use device='cpu'")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextmanager
+def numeric_switches(device: torch.device) -> Iterator[None]:
+    """Set the process-wide switches that change bits, and restore the caller's afterwards.
+
+    TF32 off, cuDNN autotuning off (its choice may differ between runs), reduced-precision
+    reductions in half GEMMs as torch has them by default, ambient autocast off.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    wanted = [
+        (matmul, "allow_tf32", False),
+        (cudnn, "allow_tf32", False),
+        (cudnn, "benchmark", False),
+        (matmul, "allow_bf16_reduced_precision_reduction", True),
+        (matmul, "allow_fp16_reduced_precision_reduction", True),
+    ]
+    previous = [getattr(holder, name) for holder, name, _ in wanted]
+    try:
+        for holder, name, value in wanted:
+            setattr(holder, name, value)
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for (holder, name, _), value in zip(wanted, previous, strict=True):
+            setattr(holder, name, value)
+
+
+def _image_output(image: ImageState) -> ImageOutput:
+    asked = image.request
+    steps = tuple(image.step_seconds)
+    return ImageOutput(asked.index, asked.prompt, asked.seed, image.pixels, steps)
+
+
+def _progress(emit: EmitProgress, on_step: Callable[[], None]) -> ProgressCallback:
+    def advance(label: str, done: int, total: int) -> None:
+        if label.startswith("denoise"):
+            on_step()
+        emit(Progress(label, done, total))
+
+    return advance

@@ -1,0 +1,479 @@
+"""The FLUX.1 transformer, whole and top-down: model, blocks, attention, norms, fused sites.
+
+Module and parameter names are those of the diffusers checkpoint, so weights load unchanged. The
+eager chain is `torch.equal` to `diffusers.FluxTransformer2DModel` 0.42.1 under the same attention
+backend. Every fused site goes through one `_flux_*` function at the end of the file.
+
+Shape legend: B batch, S image tokens, T text tokens, J = T + S joint tokens, D hidden,
+H heads, E head size, C packed latent channels, M = 4 D mlp hidden.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate
+from sglang.kernels.ops.diffusion.fused_linear_gelu import (
+    can_fuse_linear_gelu,
+    fused_gelu_active,
+    fused_linear_gelu_tanh,
+    mark_fused_gelu_site,
+)
+from sglang.kernels.ops.diffusion.fused_ln_modulate import (
+    can_fuse_ln_modulate,
+    fused_ln_modulate,
+    fused_ln_modulate_active,
+    mark_fused_ln_modulate_site,
+)
+from sglang.kernels.ops.diffusion.gelu_tanh_concat import (
+    can_use_gelu_tanh_concat_cuda,
+    gelu_tanh_concat_cuda,
+    gelu_tanh_concat_reference,
+)
+from sglang.kernels.ops.diffusion.modulate_scale_shift import (
+    can_use_modulate_scale_shift_cuda,
+    modulate_scale_shift_cuda,
+    modulate_scale_shift_reference,
+)
+from sglang.kernels.ops.diffusion.residual_gate_add import (
+    can_use_residual_gate_add_cuda,
+    residual_gate_add_cuda,
+    residual_gate_add_reference,
+)
+from sglang.kernels.ops.diffusion.triton.layernorm_modulate import (
+    can_use_fused_layernorm_modulate,
+    fused_layernorm_modulate,
+    layernorm_modulate_reference,
+)
+from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rope import (
+    can_use_fused_joint_qk_rmsnorm_rope,
+    can_use_fused_qk_rmsnorm_rope,
+    fused_joint_qk_rmsnorm_rope,
+    fused_qk_rmsnorm_rope,
+    joint_qk_rmsnorm_rope_reference,
+    qk_rmsnorm_rope_reference,
+)
+from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
+from sglang.multimodal_gen.runtime.layers.fused_site import run_site
+from sglang.multimodal_gen.runtime.layers.rotary import Rope, rope_tables
+from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
+    SiluProjection,
+    sinusoidal_embedding,
+)
+
+LN_EPS = 1e-6
+FP16_MAX = 65504
+
+FLUX_RESIDUAL_GATE_ADD = BitExactFusionGate("flux.residual_gate_add", per_signature=True)
+FLUX_LN_MODULATE = BitExactFusionGate("flux.layernorm_modulate", per_signature=True)
+FLUX_MODULATE = BitExactFusionGate("flux.modulate_scale_shift", per_signature=True)
+FLUX_QK_NORM_ROPE = BitExactFusionGate("flux.qk_rmsnorm_rope", per_signature=True)
+FLUX_JOINT_QK_NORM_ROPE = BitExactFusionGate("flux.joint_qk_rmsnorm_rope", per_signature=True)
+FLUX_GELU_CONCAT = BitExactFusionGate("flux.gelu_tanh_concat", per_signature=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxParams:
+    """`transformer/config.json`; the defaults are the reference's."""
+
+    patch_size: int = 1
+    in_channels: int = 64
+    out_channels: int | None = None
+    num_layers: int = 19
+    num_single_layers: int = 38
+    attention_head_dim: int = 128
+    num_attention_heads: int = 24
+    joint_attention_dim: int = 4096
+    pooled_projection_dim: int = 768
+    guidance_embeds: bool = False
+    axes_dims_rope: tuple[int, ...] = (16, 56, 56)
+
+    @property
+    def hidden(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+
+class FluxTransformer2DModel(nn.Module):
+    """Predicts the flow velocity of packed latents."""
+
+    Params = FluxParams
+
+    def __init__(self, params: FluxParams, attention: AttentionBackend) -> None:
+        super().__init__()
+        if sum(params.axes_dims_rope) != params.attention_head_dim:
+            raise ValueError(
+                f"axes_dims_rope: got {params.axes_dims_rope} (sum {sum(params.axes_dims_rope)}),"
+                f" expected a sum of attention_head_dim = {params.attention_head_dim}"
+            )
+        self.params = params
+        dim = params.hidden
+        self.time_text_embed = FluxTimeTextEmbed(
+            dim, params.pooled_projection_dim, params.guidance_embeds
+        )
+        self.context_embedder = nn.Linear(params.joint_attention_dim, dim)
+        self.x_embedder = nn.Linear(params.in_channels, dim)
+        self.transformer_blocks = nn.ModuleList(
+            FluxTransformerBlock(params, attention) for _ in range(params.num_layers)
+        )
+        self.single_transformer_blocks = nn.ModuleList(
+            FluxSingleTransformerBlock(params, attention) for _ in range(params.num_single_layers)
+        )
+        self.norm_out = FluxAdaLayerNormContinuous(dim)
+        out_channels = params.out_channels or params.in_channels
+        self.proj_out = nn.Linear(dim, params.patch_size**2 * out_channels)
+
+    def forward(
+        self,
+        img: torch.Tensor,
+        txt: torch.Tensor,
+        pooled: torch.Tensor,
+        timestep: torch.Tensor,
+        img_ids: torch.Tensor,
+        txt_ids: torch.Tensor,
+        guidance: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Velocity of `img`.
+
+        img [B, S, C], txt [B, T, joint_attention_dim], pooled [B, pooled_projection_dim], in the
+        model's dtype; timestep [B] in 0..1; img_ids [S, 3], txt_ids [T, 3] positions; guidance [B]
+        float32, given exactly when the model has a guidance embedding. Returns [B, S, C].
+        """
+        # embed inputs and conditioning; timestep and guidance are rounded before the factor 1000
+        img = self.x_embedder(img)
+        timestep = timestep.to(img.dtype) * 1000
+        if guidance is not None:
+            guidance = guidance.to(img.dtype) * 1000
+        vec = self.time_text_embed(timestep, guidance, pooled)
+        txt = self.context_embedder(txt)
+
+        # one rotary table a step, shared by every attention layer
+        rope = rope_tables(torch.cat((txt_ids, img_ids), dim=0), self.params.axes_dims_rope)
+
+        # dual-stream blocks
+        for block in self.transformer_blocks:
+            txt, img = block(img, txt, vec, rope)
+
+        # single-stream blocks run over the joint sequence, text first
+        joint = torch.cat([txt, img], dim=1)
+        for block in self.single_transformer_blocks:
+            joint = block(joint, vec, rope)
+
+        # project image tokens back to latents
+        img = self.norm_out(joint[:, txt.shape[1] :], vec)
+        return self.proj_out(img)
+
+
+class FluxTimeTextEmbed(nn.Module):
+    """Conditioning vector: timestep (+ guidance) + pooled text."""
+
+    def __init__(self, dim: int, pooled_dim: int, guidance_embeds: bool) -> None:
+        super().__init__()
+        self.timestep_embedder = SiluProjection(256, dim)
+        self.guidance_embedder = SiluProjection(256, dim) if guidance_embeds else None
+        self.text_embedder = SiluProjection(pooled_dim, dim)
+
+    def forward(
+        self, timestep: torch.Tensor, guidance: torch.Tensor | None, pooled: torch.Tensor
+    ) -> torch.Tensor:
+        """timestep, guidance: [B] times 1000; pooled: [B, pooled_dim]. Returns [B, D]."""
+        assert (guidance is None) == (self.guidance_embedder is None), (
+            "guidance is given exactly when the model has a guidance embedding"
+        )
+        vec = self.timestep_embedder(sinusoidal_embedding(timestep).to(pooled.dtype))
+        if self.guidance_embedder is not None:
+            vec = vec + self.guidance_embedder(sinusoidal_embedding(guidance).to(pooled.dtype))
+        return vec + self.text_embedder(pooled)
+
+
+class FluxTransformerBlock(nn.Module):
+    """Dual-stream block: image and text have their own weights and meet in attention."""
+
+    def __init__(self, params: FluxParams, attention: AttentionBackend) -> None:
+        super().__init__()
+        dim = params.hidden
+        self.norm1 = FluxAdaLayerNormZero(dim)
+        self.norm1_context = FluxAdaLayerNormZero(dim)
+        self.attn = FluxAttention(params, attention, joint=True)
+        self.norm2 = FluxModulatedLayerNorm(dim)
+        self.ff = FluxFeedForward(dim)
+        self.norm2_context = FluxModulatedLayerNorm(dim)
+        self.ff_context = FluxFeedForward(dim)
+
+    def forward(
+        self, img: torch.Tensor, txt: torch.Tensor, vec: torch.Tensor, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """img [B, S, D], txt [B, T, D], vec [B, D]. Returns (txt, img)."""
+        # modulate both streams for attention
+        img_norm, img_gate, img_shift, img_scale, img_mlp_gate = self.norm1(img, vec)
+        txt_norm, txt_gate, txt_shift, txt_scale, txt_mlp_gate = self.norm1_context(txt, vec)
+
+        # attention over the joint sequence
+        img_attn, txt_attn = self.attn.forward_joint(img_norm, txt_norm, rope)
+
+        # image stream
+        img = _flux_residual_gate_add(img, img_attn, img_gate[:, None])
+        img_ff = self.ff(self.norm2(img, img_scale, img_shift))
+        img = _flux_residual_gate_add(img, img_ff, img_mlp_gate[:, None])
+
+        # text stream
+        txt = _flux_residual_gate_add(txt, txt_attn, txt_gate[:, None])
+        txt_ff = self.ff_context(self.norm2_context(txt, txt_scale, txt_shift))
+        txt = _flux_residual_gate_add(txt, txt_ff, txt_mlp_gate[:, None])
+        return _clip_fp16(txt), img
+
+
+class FluxSingleTransformerBlock(nn.Module):
+    """Single-stream block: attention and MLP in parallel over the joint sequence."""
+
+    def __init__(self, params: FluxParams, attention: AttentionBackend) -> None:
+        super().__init__()
+        dim = params.hidden
+        self.norm = FluxAdaLayerNormZeroSingle(dim)
+        self.proj_mlp = nn.Linear(dim, 4 * dim)
+        self.proj_out = nn.Linear(5 * dim, dim)
+        self.attn = FluxAttention(params, attention, joint=False)
+        mark_fused_gelu_site(self, "proj_mlp")
+
+    def forward(self, joint: torch.Tensor, vec: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """joint [B, J, D], vec [B, D]. Returns [B, J, D]."""
+        norm, gate = self.norm(joint, vec)
+        attn = self.attn(norm, rope)
+        if fused_gelu_active(self) and can_fuse_linear_gelu(self.proj_mlp, norm):
+            mlp = fused_linear_gelu_tanh(norm, self.proj_mlp.weight, self.proj_mlp.bias)
+            features = torch.cat([attn, mlp], dim=2)
+        else:
+            features = _flux_gelu_concat(attn, self.proj_mlp(norm))
+        return _clip_fp16(_flux_residual_gate_add(joint, self.proj_out(features), gate[:, None]))
+
+
+class FluxAttention(nn.Module):
+    """Multi-head attention with RMS-normalised, rotated queries and keys.
+
+    `joint=True` adds the text stream's projections and the output projections.
+    """
+
+    def __init__(self, params: FluxParams, attention: AttentionBackend, *, joint: bool) -> None:
+        super().__init__()
+        dim, head = params.hidden, params.attention_head_dim
+        self.head_dim = head
+        self.attention = attention
+        self.norm_q = nn.RMSNorm(head, eps=LN_EPS)
+        self.norm_k = nn.RMSNorm(head, eps=LN_EPS)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
+        if joint:
+            self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+            self.norm_added_q = nn.RMSNorm(head, eps=LN_EPS)
+            self.norm_added_k = nn.RMSNorm(head, eps=LN_EPS)
+            self.add_q_proj, self.add_k_proj, self.add_v_proj = (
+                nn.Linear(dim, dim) for _ in range(3)
+            )
+            self.to_add_out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """One stream, no output projection. x [B, J, D] -> [B, J, D]."""
+        q, k, v = (self._heads(proj(x)) for proj in (self.to_q, self.to_k, self.to_v))
+        q, k = _flux_qk_norm_rope(q, k, self.norm_q.weight, self.norm_k.weight, rope)
+        return self.attention(q, k, v)
+
+    def forward_joint(
+        self, img: torch.Tensor, txt: torch.Tensor, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two streams. img [B, S, D], txt [B, T, D] -> (img, txt), projected."""
+        q, k, v = (self._heads(proj(img)) for proj in (self.to_q, self.to_k, self.to_v))
+        txt_q, txt_k, txt_v = (
+            self._heads(proj(txt)) for proj in (self.add_q_proj, self.add_k_proj, self.add_v_proj)
+        )
+
+        # text comes first in the joint sequence
+        norms = (self.norm_added_q, self.norm_added_k, self.norm_q, self.norm_k)
+        q, k = _flux_joint_qk_norm_rope(txt_q, txt_k, q, k, *(n.weight for n in norms), rope)
+        out = self.attention(q, k, torch.cat([txt_v, v], dim=1))
+
+        txt_out, img_out = out.split_with_sizes([txt.shape[1], img.shape[1]], dim=1)
+        return self.to_out[0](img_out.contiguous()), self.to_add_out(txt_out.contiguous())
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class FluxFeedForward(nn.Module):
+    """Linear, tanh-GELU, linear. `net.1` is the reference's dropout, which does nothing here."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.net = nn.ModuleList(
+            [FluxFusedGELUProj(nn.Linear(dim, 4 * dim)), nn.Identity(), nn.Linear(4 * dim, dim)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net[2](self.net[0](x))
+
+
+class FluxFusedGELUProj(nn.Module):
+    """Up-projection and tanh-GELU; the GELU joins the GEMM while `quality="high"` is mounted.
+
+    Re-homes an existing linear as `.proj`, so the parameter path stays `net.0.proj`.
+    """
+
+    def __init__(self, proj: nn.Linear) -> None:
+        super().__init__()
+        self.proj = proj
+        mark_fused_gelu_site(self, "proj")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if fused_gelu_active(self) and can_fuse_linear_gelu(self.proj, x):
+            return fused_linear_gelu_tanh(x, self.proj.weight, self.proj.bias)
+        return F.gelu(self.proj(x), approximate="tanh")
+
+
+class FluxModulatedLayerNorm(nn.Module):
+    """LayerNorm without affine, then `* (1 + scale) + shift`. Holds no parameters."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        mark_fused_ln_modulate_site(self)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        """x [B, L, D], scale and shift [B, D]. Returns [B, L, D]."""
+        return _flux_ln_modulate(self, x, scale, shift)
+
+
+class FluxAdaLayerNormZero(nn.Module):
+    """Modulated LayerNorm whose six rows come from the conditioning vector."""
+
+    def __init__(self, embedding_dim: int) -> None:
+        super().__init__()
+        self.silu = nn.SiLU()
+        self.linear = nn.Linear(embedding_dim, 6 * embedding_dim)
+        self.norm = FluxModulatedLayerNorm(embedding_dim)
+
+    def forward(self, x: torch.Tensor, emb: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x [B, L, D], emb [B, D]. Returns (x, gate_msa, shift_mlp, scale_mlp, gate_mlp)."""
+        rows = self.linear(self.silu(emb)).chunk(6, dim=1)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = rows
+        return self.norm(x, scale_msa, shift_msa), gate_msa, shift_mlp, scale_mlp, gate_mlp
+
+
+class FluxAdaLayerNormZeroSingle(nn.Module):
+    """Modulated LayerNorm with three rows: shift, scale, gate."""
+
+    def __init__(self, embedding_dim: int) -> None:
+        super().__init__()
+        self.silu = nn.SiLU()
+        self.linear = nn.Linear(embedding_dim, 3 * embedding_dim)
+        self.norm = FluxModulatedLayerNorm(embedding_dim)
+
+    def forward(self, x: torch.Tensor, emb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, L, D], emb [B, D]. Returns (x, gate)."""
+        shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
+        return self.norm(x, scale, shift), gate
+
+
+class FluxAdaLayerNormContinuous(nn.Module):
+    """The last norm. Its linear gives scale first, then shift: the checkpoint's order."""
+
+    def __init__(self, embedding_dim: int) -> None:
+        super().__init__()
+        self.silu = nn.SiLU()
+        self.linear = nn.Linear(embedding_dim, 2 * embedding_dim)
+        self.norm = FluxModulatedLayerNorm(embedding_dim)
+
+    def forward(self, x: torch.Tensor, emb: torch.Tensor) -> torch.Tensor:
+        """x [B, L, D], emb [B, D]. Returns [B, L, D]."""
+        scale, shift = self.linear(self.silu(emb)).chunk(2, dim=1)
+        return self.norm(x, scale, shift)
+
+
+def _clip_fp16(x: torch.Tensor) -> torch.Tensor:
+    """Half precision only: infinities of the residual stream become the largest finite value."""
+    return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
+
+
+# Fused sites: the fused op where its predicate allows and its gate has proven it, else eager.
+
+
+def _flux_residual_gate_add(
+    residual: torch.Tensor, update: torch.Tensor, gate: torch.Tensor
+) -> torch.Tensor:
+    """residual + gate * update. [B, L, D], gate [B, 1, D]; 114 sites a step, fp32 stays eager."""
+    usable = residual.dtype != torch.float32 and can_use_residual_gate_add_cuda(
+        residual, update, gate
+    )
+    return run_site(
+        FLUX_RESIDUAL_GATE_ADD,
+        residual_gate_add_cuda if usable else None,
+        residual_gate_add_reference,
+        residual,
+        update,
+        gate,
+    )
+
+
+def _flux_modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """x * (1 + scale) + shift. x [B, L, D], rows [B, D]."""
+    usable = can_use_modulate_scale_shift_cuda(x, scale, shift)
+    return run_site(
+        FLUX_MODULATE,
+        modulate_scale_shift_cuda if usable else None,
+        modulate_scale_shift_reference,
+        x,
+        scale,
+        shift,
+    )
+
+
+def _flux_ln_modulate(
+    site: FluxModulatedLayerNorm, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+) -> torch.Tensor:
+    """LayerNorm and modulate, 115 sites a step: in one bit-exact kernel; else, under a mounted
+    `quality="high"`, folded into aten's affine; else LayerNorm and the modulate site."""
+    exact = can_use_fused_layernorm_modulate(x, scale, shift) and not FLUX_LN_MODULATE.disabled
+    if exact:
+        args = (x, scale, shift, LN_EPS)
+        return run_site(
+            FLUX_LN_MODULATE, fused_layernorm_modulate, layernorm_modulate_reference, *args
+        )
+    if fused_ln_modulate_active(site) and can_fuse_ln_modulate(x, scale, shift):
+        return fused_ln_modulate(x, scale, shift, LN_EPS)
+    return run_site(FLUX_LN_MODULATE, None, _ln_then_modulate, x, scale, shift)
+
+
+def _ln_then_modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    return _flux_modulate(F.layer_norm(x, (x.shape[-1],), eps=LN_EPS), scale, shift)
+
+
+def _flux_qk_norm_rope(
+    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, rope: Rope
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm over each head, then rotation. q, k [B, J, H, E]; 38 sites a step."""
+    args = (q, k, q_weight, k_weight, *rope, LN_EPS)
+    fused = fused_qk_rmsnorm_rope if can_use_fused_qk_rmsnorm_rope(*args) else None
+    return run_site(FLUX_QK_NORM_ROPE, fused, qk_rmsnorm_rope_reference, *args)
+
+
+def _flux_joint_qk_norm_rope(
+    txt_q: torch.Tensor,
+    txt_k: torch.Tensor,
+    img_q: torch.Tensor,
+    img_k: torch.Tensor,
+    txt_q_weight: torch.Tensor,
+    txt_k_weight: torch.Tensor,
+    img_q_weight: torch.Tensor,
+    img_k_weight: torch.Tensor,
+    rope: Rope,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same over two streams, joined text first. [B, T|S, H, E] -> [B, J, H, E]; 19 sites."""
+    weights = (txt_q_weight, txt_k_weight, img_q_weight, img_k_weight)
+    args = (txt_q, txt_k, img_q, img_k, *weights, *rope, LN_EPS)
+    fused = fused_joint_qk_rmsnorm_rope if can_use_fused_joint_qk_rmsnorm_rope(*args) else None
+    return run_site(FLUX_JOINT_QK_NORM_ROPE, fused, joint_qk_rmsnorm_rope_reference, *args)
+
+
+def _flux_gelu_concat(attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
+    """cat([attn, gelu(mlp)]). attn [B, J, D], mlp [B, J, M]; 38 sites a step."""
+    usable = can_use_gelu_tanh_concat_cuda(attn, mlp)
+    fused = gelu_tanh_concat_cuda if usable else None
+    return run_site(FLUX_GELU_CONCAT, fused, gelu_tanh_concat_reference, attn, mlp)

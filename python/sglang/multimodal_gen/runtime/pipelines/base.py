@@ -1,0 +1,53 @@
+"""A pipeline is a list of stages over loaded components."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from sglang.multimodal_gen.configs.model_specs import ModelSpec
+from sglang.multimodal_gen.runtime.pipelines.stages.state import BatchState
+
+logger = logging.getLogger(__name__)
+
+Stage = Callable[[BatchState], None]  # every stage also has a `name`
+LoadProgress = Callable[[str, int, int], None]  # (component, components done, in all)
+
+
+@dataclass
+class Pipeline:
+    """The ordered stages of one model, and what a report says of it."""
+
+    spec: ModelSpec
+    transformer: torch.nn.Module
+    stages: Sequence[Stage]
+    device: torch.device
+    attention_backend: str
+    precisions: dict[str, str]
+    offloaded: Sequence[torch.nn.Module] = ()  # wait in host memory outside the first stage
+
+    def run(self, batch: BatchState) -> dict[str, float]:
+        """Run every stage over the batch. Returns stage name -> seconds."""
+        seconds = {}
+        for stage in self.stages:
+            start = time.perf_counter()
+            with self._on_device(self.offloaded if stage is self.stages[0] else ()):
+                stage(batch)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            seconds[stage.name] = time.perf_counter() - start
+            logger.info("[%s] finished in %.4f seconds", stage.name, seconds[stage.name])
+        return seconds
+
+    @contextmanager
+    def _on_device(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+        for module in modules:
+            module.to(self.device)
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.to("cpu")

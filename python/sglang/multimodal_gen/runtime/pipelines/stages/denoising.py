@@ -1,0 +1,99 @@
+"""The denoising loop, and the quality tier mounted around it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from sglang.kernels.ops.diffusion import fused_linear_gelu, fused_ln_modulate
+from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import euler_step
+from sglang.multimodal_gen.runtime.pipelines.stages.checks import require_finite
+from sglang.multimodal_gen.runtime.pipelines.stages.state import (
+    BatchState,
+    ImageState,
+    TextEmbeds,
+)
+from sglang.multimodal_gen.runtime.pipelines.step_clock import StepClock
+
+HIGH_TIER = {
+    "fused_linear_gelu": (
+        fused_linear_gelu.mount_fused_linear_gelu,
+        fused_linear_gelu.unmount_fused_linear_gelu,
+    ),
+    "fused_ln_modulate": (
+        fused_ln_modulate.mount_fused_ln_modulate,
+        fused_ln_modulate.unmount_fused_ln_modulate,
+    ),
+}
+
+
+@dataclass
+class DenoisingStage:
+    """Runs the transformer over the schedule, image by image."""
+
+    transformer: torch.nn.Module
+    has_guidance: bool
+    device: torch.device
+    name: str = "DenoisingStage"
+
+    def __call__(self, batch: BatchState) -> None:
+        with mounted_tier(self.transformer, batch.params.quality) as batch.mounted:
+            for index, image in enumerate(batch.images):
+                label = f"denoise {index + 1}/{len(batch.images)}"
+                image.latents = self.denoise(image, batch, label)
+                require_finite(self.name, "latents", image.latents)
+
+    def denoise(self, image: ImageState, batch: BatchState, label: str) -> torch.Tensor:
+        """The loop over timesteps. Returns latents [1, S, C]."""
+        latents, steps = image.latents, batch.params.num_inference_steps
+        guidance = self._guidance(batch.params.guidance_scale)
+        clock = StepClock(self.device)
+        for i in range(steps):
+            timestep = image.timesteps[i].expand(1).to(latents.dtype) / 1000
+            velocity = self._velocity(image, image.text, latents, timestep, guidance)
+            if batch.true_cfg:
+                negative = self._velocity(image, image.negative_text, latents, timestep, guidance)
+                velocity = negative + batch.params.true_cfg_scale * (velocity - negative)
+            latents = euler_step(latents, velocity, image.sigmas[i], image.sigmas[i + 1])
+            clock.tick()
+            batch.on_progress(label, i + 1, steps)
+        image.step_seconds = clock.seconds()
+        return latents
+
+    def _velocity(
+        self,
+        image: ImageState,
+        text: TextEmbeds,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        guidance: torch.Tensor | None,
+    ) -> torch.Tensor:
+        txt_ids = torch.zeros(text.tokens.shape[1], 3, device=self.device, dtype=latents.dtype)
+        return self.transformer(
+            latents, text.tokens, text.pooled, timestep, image.img_ids, txt_ids, guidance
+        )
+
+    def _guidance(self, scale: float) -> torch.Tensor | None:
+        if not self.has_guidance:
+            return None
+        return torch.full([1], scale, device=self.device, dtype=torch.float32)
+
+
+@contextmanager
+def mounted_tier(transformer: torch.nn.Module, quality: str) -> Iterator[dict[str, str]]:
+    """Mount the high tier's fusions for one batch; yields fusion -> "mounted" or "not mounted".
+
+    A tier that could not be mounted leaves the sites lossless and is visible in the report.
+    """
+    if quality != "high":
+        yield {}
+        return
+    try:
+        yield {
+            name: "mounted" if mount(transformer) else "not mounted"
+            for name, (mount, _) in HIGH_TIER.items()
+        }
+    finally:
+        for _, unmount in HIGH_TIER.values():
+            unmount(transformer)

@@ -1,0 +1,52 @@
+"""What the stages hand on: one `ImageState` an image.
+
+Shape legend: T text tokens, S = (height / m) * (width / m) packed latent tokens with m the size
+multiple, C packed latent channels, N steps. The leading 1 is the batch: images are denoised one
+by one, so that a batch never changes an image's bytes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sglang.multimodal_gen.configs.sampling_params import ImageRequest, SamplingParams
+
+ProgressCallback = Callable[[str, int, int], None]  # (label, steps done, steps in all)
+
+
+@dataclass(frozen=True)
+class TextEmbeds:
+    """One encoded prompt."""
+
+    tokens: torch.Tensor  # [1, T, joint_attention_dim]
+    pooled: torch.Tensor  # [1, pooled_projection_dim]
+
+
+@dataclass
+class ImageState:
+    """One image on its way through the stages; each stage fills its own fields."""
+
+    request: ImageRequest
+    text: TextEmbeds | None = None
+    negative_text: TextEmbeds | None = None  # set exactly when true CFG runs
+    latents: torch.Tensor | None = None  # [1, S, C], noise, then the denoised latents
+    img_ids: torch.Tensor | None = None  # [S, 3] positions
+    sigmas: torch.Tensor | None = None  # [N + 1] float32 on the device
+    timesteps: torch.Tensor | None = None  # [N] float32 on the device
+    step_seconds: list[float] = field(default_factory=list)
+    pixels: np.ndarray | None = None  # [height, width, 3] uint8
+
+
+@dataclass
+class BatchState:
+    """All images of one request, with what every stage may read."""
+
+    params: SamplingParams  # resolved: no field is None that a stage needs
+    images: list[ImageState]
+    on_progress: ProgressCallback
+    true_cfg: bool = False
+    mounted: dict[str, str] = field(
+        default_factory=dict
+    )  # high-tier fusion -> "mounted" or why not
