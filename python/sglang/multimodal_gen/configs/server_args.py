@@ -15,14 +15,14 @@ _CUDA_ONLY_BACKENDS = ("cudnn", "efficient")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs:
-    """A process's settings. None stands for "decided by the others" as `help` says.
+    """A process's settings. None is what the help calls "default".
 
     Raises InvalidParameter (a ValueError) for a bad value and for two settings that contradict each
     other: an explicit one is never silently overridden.
     """
 
     model_path: str | None = setting(
-        None, Folder(optional=True), "folder in diffusers layout or hub id; none: bundled model"
+        None, Folder(optional=True), "diffusers folder or hub id; default: bundled model"
     )
     num_gpus: int = setting(1, Integer(1, 1), "GPUs to use; only 1 for now")
     local_mode: bool = setting(True, Flag(), "run the engine in this process")
@@ -30,10 +30,10 @@ class ServerArgs:
         "auto", Choice(("auto", "dummy")), "dummy: random weights, model-path names a config"
     )
     device: str = setting("auto", Choice(("auto", "cpu", "cuda")), "auto: a GPU if there is one")
-    dit_precision: str | None = setting(None, _PRECISION, "none: bf16 on cuda, fp32 on cpu")
-    vae_precision: str | None = setting(None, _PRECISION, "none: bf16 on cuda, fp32 on cpu")
+    dit_precision: str | None = setting(None, _PRECISION, "default: bf16 on cuda, fp32 on cpu")
+    vae_precision: str | None = setting(None, _PRECISION, "default: bf16 on cuda, fp32 on cpu")
     text_encoder_precision: str | None = setting(
-        None, _PRECISION, "none: bf16 on cuda, fp32 on cpu"
+        None, _PRECISION, "default: bf16 on cuda, fp32 on cpu"
     )
     attention_backend: str = setting(
         "auto", Choice(("auto", "cudnn", "flash", "efficient", "math")), "attention kernels"
@@ -42,7 +42,7 @@ class ServerArgs:
         "auto", Choice(("auto", "speed", "memory", "manual")), "what to favour"
     )
     text_encoder_cpu_offload: bool | None = setting(
-        None, Flag(optional=True), "none: as performance-mode asks"
+        None, Flag(optional=True), "wait in host memory; default: in memory mode only"
     )
     enable_torch_compile: bool = setting(False, Flag(), "compile the transformer; not lossless")
     fast_paths: bool = setting(True, Flag(), "fused kernels; off: every site runs eager")
