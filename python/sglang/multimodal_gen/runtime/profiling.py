@@ -16,7 +16,16 @@ logger = logging.getLogger(__name__)
 # First match wins; kernel (or CPU op) names in lower case.
 FAMILIES = {
     "attention": r"flash|fmha|sdpa|attention|cudnn_generated",
-    "fused (this package)": r"residual_gate_add|modulate_scale_shift|gelu_tanh_concat|rmsnorm_rope|layernorm_modulate|rmsnorm_scale",
+    "fused (this package)": "|".join(
+        (
+            "residual_gate_add",
+            "modulate_scale_shift",
+            "gelu_tanh_concat",
+            "rmsnorm_rope",
+            "layernorm_modulate",
+            "rmsnorm_scale_shift",
+        )
+    ),
     "gemm": r"gemm|cutlass|nvjet|xmma|addmm|linear|matmul|aten::mm|aten::bmm|cublas",
     "convolution": r"conv|implicit",
     "norm": r"norm",

@@ -9,7 +9,7 @@ def rope_tables(ids: torch.Tensor, axes_dim: tuple[int, ...], theta: float = 100
     """Cosine and sine tables for multi-axis rotary embedding, each pair of channels interleaved.
 
     ids: [J, n_axes] positions. axes_dim: channels an axis takes; they sum to the head size E.
-    Returns (cos, sin), each float32 [J, E]; the angle is formed in float64, as the checkpoints expect.
+    Returns (cos, sin), each float32 [J, E]. The angle is formed in float64, as in training.
     """
     positions = ids.float()
     angles = [_axis_angles(positions[:, i], dim, theta) for i, dim in enumerate(axes_dim)]

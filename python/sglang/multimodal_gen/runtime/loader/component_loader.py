@@ -133,6 +133,6 @@ def params_from_config(cls: type, config: Mapping[str, Any]) -> Any:
     unknown = sorted(public.keys() - names)
     if unknown:
         raise CheckpointError(
-            f"config.json: got options this model does not have: {unknown}, expected {sorted(names)}"
+            f"config.json: got options this model lacks: {unknown}, expected {sorted(names)}"
         )
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in public.items()})

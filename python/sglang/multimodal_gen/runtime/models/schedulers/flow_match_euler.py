@@ -28,20 +28,17 @@ class FlowMatchEulerConfig:
         """Read a scheduler config; an option that would change the schedule and that is not
         implemented here raises instead of being ignored."""
         known = {f.name for f in fields(cls)}
-        ours = {k: v for k, v in config.items() if k in known and v is not None}
         for key, value in config.items():
-            if (
-                key not in known
-                and not key.startswith("_")
-                and value not in _INERT.get(key, (None, False))
-            ):
+            inert = key in known or key.startswith("_") or value in _INERT.get(key, (None, False))
+            if not inert:
                 raise ValueError(
-                    f"scheduler_config.json: got {key}={value!r}, which this sampler does not implement;"
-                    f" expected {key} to be absent or {_INERT.get(key, (None, False))}"
+                    f"scheduler_config.json: got {key}={value!r}, which this sampler does not have;"
+                    f" expected it absent or one of {_INERT.get(key, (None, False))}"
                 )
-        return cls(**ours)
+        return cls(**{k: v for k, v in config.items() if k in known and v is not None})
 
 
+# Options of other samplers at the values that change nothing; any other option: None or False.
 _INERT = {"time_shift_type": (None, "exponential")}
 
 
