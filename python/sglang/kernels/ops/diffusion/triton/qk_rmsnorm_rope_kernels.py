@@ -1,0 +1,133 @@
+"""Triton kernel of `qk_rmsnorm_rope.py`; the numerical contract is written there."""
+
+import triton
+import triton.language as tl
+
+from sglang.kernels.ops.diffusion.triton.ptx import (
+    add_rn,
+    div_rn,
+    mul_rn,
+    round_pair_to,
+    rsqrt_approx,
+    sub_rn,
+)
+from sglang.kernels.ops.diffusion.triton.rms_sum import add_squares_of_4, fold_halves
+
+
+@triton.jit
+def _rstd(x: tl.tensor, eps: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    acc = tl.zeros((x.shape[0], x.shape[1] // 4), tl.float32)
+    total = fold_halves(add_squares_of_4(acc, x))
+    if D & (D - 1) == 0:
+        mean = mul_rn(total, 1.0 / D)  # exact, so the same as the division
+    else:
+        mean = div_rn(total, D * 1.0)
+    return rsqrt_approx(add_rn(mean, eps))
+
+
+@triton.jit
+def _halves(row: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """`[N]` -> its even and its odd entries, as `[1, N // 2]`."""
+    even, odd = tl.split(tl.reshape(row, (row.shape[0] // 2, 2)))
+    return even[None, :], odd[None, :]
+
+
+@triton.jit
+def _norm_rope_tile(
+    x_ptrs: tl.tensor,
+    out_ptrs: tl.tensor,
+    mask: tl.tensor,
+    weight: tl.tensor,
+    cos_even: tl.tensor,
+    cos_odd: tl.tensor,
+    sin_even: tl.tensor,
+    sin_odd: tl.tensor,
+    eps: tl.tensor,
+    D: tl.constexpr,
+) -> None:
+    """RMSNorm and RoPE of BLOCK_H heads of one token."""
+    heads: tl.constexpr = x_ptrs.shape[0]
+    block_d: tl.constexpr = x_ptrs.shape[1]
+    dtype: tl.constexpr = out_ptrs.dtype.element_ty
+    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    y = mul_rn(weight[None, :], mul_rn(_rstd(x, eps, D)[:, None], x))
+    real, imag = tl.split(tl.reshape(y, (heads, block_d // 2, 2)))
+    real, imag = round_pair_to(real, imag, dtype)
+    out_even = sub_rn(mul_rn(real, cos_even), mul_rn(imag, sin_even))
+    out_odd = add_rn(mul_rn(imag, cos_odd), mul_rn(real, sin_odd))
+    out = tl.reshape(tl.join(out_even, out_odd), (heads, block_d))
+    tl.store(out_ptrs, out.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["txt_rows"])
+def qk_rmsnorm_rope_kernel(
+    txt_q_ptr: tl.tensor,
+    txt_k_ptr: tl.tensor,
+    img_q_ptr: tl.tensor,
+    img_k_ptr: tl.tensor,
+    txt_q_weight_ptr: tl.tensor,
+    txt_k_weight_ptr: tl.tensor,
+    img_q_weight_ptr: tl.tensor,
+    img_k_weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    out_q_ptr: tl.tensor,
+    out_k_ptr: tl.tensor,
+    txt_stride_b: tl.tensor,
+    txt_stride_s: tl.tensor,
+    txt_stride_h: tl.tensor,
+    img_stride_b: tl.tensor,
+    img_stride_s: tl.tensor,
+    img_stride_h: tl.tensor,
+    txt_rows: tl.tensor,
+    eps: tl.tensor,
+    JOINT: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program = all heads of q and k of one token, so that cos and sin are read once.
+
+    Grid (joint tokens, batch). Not JOINT: every token is an image token and `txt_*` is unused.
+    Strides come in units of 8 elements, so that the compiler sees that 16-byte loads are aligned.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    batch = tl.program_id(1).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    in_row = cols < D
+    q_ptr, k_ptr = img_q_ptr, img_k_ptr
+    q_weight_ptr, k_weight_ptr = img_q_weight_ptr, img_k_weight_ptr
+    row = token
+    stride_b, stride_s, stride_h = img_stride_b, img_stride_s, img_stride_h
+    if JOINT:
+        is_txt = token < txt_rows
+        row = token if is_txt else token - txt_rows
+        q_ptr = txt_q_ptr if is_txt else img_q_ptr
+        k_ptr = txt_k_ptr if is_txt else img_k_ptr
+        q_weight_ptr = txt_q_weight_ptr if is_txt else img_q_weight_ptr
+        k_weight_ptr = txt_k_weight_ptr if is_txt else img_k_weight_ptr
+        stride_b = txt_stride_b.to(tl.int64) if is_txt else img_stride_b.to(tl.int64)
+        stride_s = txt_stride_s.to(tl.int64) if is_txt else img_stride_s.to(tl.int64)
+        stride_h = txt_stride_h.to(tl.int64) if is_txt else img_stride_h.to(tl.int64)
+    in_offset = batch * stride_b + row * stride_s
+    out_offset = (batch * tl.num_programs(0) + token) * (H * D)
+    cos_even, cos_odd = _halves(tl.load(cos_ptr + token * D + cols, mask=in_row, other=0.0))
+    sin_even, sin_odd = _halves(tl.load(sin_ptr + token * D + cols, mask=in_row, other=0.0))
+    q_weight = tl.load(q_weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+    for first_head in tl.static_range(0, H, BLOCK_H):
+        heads = first_head + tl.arange(0, BLOCK_H)[:, None].to(tl.int64)
+        x_offsets = (in_offset + heads * stride_h) * 8 + cols[None, :]
+        out_offsets = out_offset + heads * D + cols[None, :]
+        mask = tl.full((BLOCK_H, BLOCK_D), True, tl.int1)
+        if H % BLOCK_H != 0 or D != BLOCK_D:
+            mask = (heads < H) & in_row[None, :]
+        _norm_rope_tile(
+            q_ptr + x_offsets, out_q_ptr + out_offsets, mask, q_weight,
+            cos_even, cos_odd, sin_even, sin_odd, eps, D,
+        )  # fmt: skip
+        _norm_rope_tile(
+            k_ptr + x_offsets, out_k_ptr + out_offsets, mask, k_weight,
+            cos_even, cos_odd, sin_even, sin_odd, eps, D,
+        )  # fmt: skip
