@@ -7,9 +7,10 @@ from sglang.kernels.ops.diffusion.triton.ptx import (
     add_rn,
     div_rn,
     mul_rn,
-    round_pair_to,
+    round_to,
     rsqrt_approx,
     sub_rn,
+    widen,
 )
 from sglang.kernels.ops.diffusion.triton.rms_sum import add_squares_of_4, fold_halves
 
@@ -49,10 +50,9 @@ def _norm_rope_tile(
     heads: tl.constexpr = x_ptrs.shape[0]
     block_d: tl.constexpr = x_ptrs.shape[1]
     dtype: tl.constexpr = out_ptrs.dtype.element_ty
-    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    x = widen(tl.load(x_ptrs, mask=mask, other=0.0))
     y = mul_rn(weight[None, :], mul_rn(_rstd(x, eps, D)[:, None], x))
-    real, imag = tl.split(tl.reshape(y, (heads, block_d // 2, 2)))
-    real, imag = round_pair_to(real, imag, dtype)
+    real, imag = tl.split(tl.reshape(round_to(y, dtype), (heads, block_d // 2, 2)))
     out_even = sub_rn(mul_rn(real, cos_even), mul_rn(imag, sin_even))
     out_odd = add_rn(mul_rn(imag, cos_odd), mul_rn(real, sin_odd))
     out = tl.reshape(tl.join(out_even, out_odd), (heads, block_d))
