@@ -93,8 +93,8 @@ def round_to(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """fp32 `x` rounded to nearest even in `dtype` (bf16 or fp16) and widened back to fp32.
 
     The arithmetic around it is opaque inline PTX, so LLVM cannot narrow the product or sum before
-    it to a bf16 operation (which would round subnormal results once instead of twice). bf16 values
-    are converted in pairs: the conversion of a single one runs at a quarter of the rate.
+    it to a half-precision operation. bf16 values are converted in pairs: a single one takes an
+    instruction of a quarter of the rate.
     """
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -112,3 +112,58 @@ def round_to(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
         )
     else:
         return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def one_plus(scale: tl.tensor) -> tl.tensor:
+    """round(1 + scale) in the dtype of `scale`, as eager's `1 + scale` rounds it.
+
+    Eager adds in fp32 and rounds the sum again. For a sum of two bf16 numbers both roundings are
+    one (24 bits >= 2 * 8 + 2), so a bf16 FMA gives the same bits at half the instructions.
+    """
+    if scale.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 ones;
+            mov.b32 ones, 0x3f803f80;
+            fma.rn.bf16x2 $0, $1, ones, ones;
+            }""",
+            "=r,r",
+            [scale],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return add_rn(scale.to(tl.float32), 1.0).to(scale.dtype)
+
+
+@triton.jit
+def modulate(value: tl.tensor, factor: tl.tensor, shift: tl.tensor) -> tl.tensor:
+    """round(round(round(value) * factor) + shift): fp32 `value`, the rest in one half dtype.
+
+    `factor` comes from `one_plus`. As bf16 it is then a multiple of 2^-8, so its product with a
+    bf16 number (a multiple of 2^-133) is exact in fp32 even where it is subnormal: eager's fp32
+    product rounded to bf16 is the bf16 product. The sum is the one of `one_plus`. The addend -0
+    and the factor 1 make the two FMAs a product and a sum that keep the signs of zeros.
+    """
+    dtype: tl.constexpr = factor.dtype
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 y, ones, zeros;
+            mov.b32 ones, 0x3f803f80;
+            mov.b32 zeros, 0x80008000;
+            cvt.rn.bf16x2.f32 y, $2, $1;
+            fma.rn.bf16x2 y, y, $3, zeros;
+            fma.rn.bf16x2 $0, y, ones, $4;
+            }""",
+            "=r,r,r,r,r",
+            [value, factor, shift],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        product = mul_rn(round_to(value, dtype), factor.to(tl.float32))
+        return add_rn(round_to(product, dtype), shift.to(tl.float32)).to(dtype)

@@ -1,0 +1,212 @@
+"""Triton kernels of `layernorm_modulate`, whose docstring is the contract. Importing needs triton.
+
+Axis names: `thread` is one of the 128 threads of aten's (32, 4) block, `4` the vector that such a
+thread loads at a time. Its state is (mean, m2, count), m2 being the sum of squared deviations.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang.kernels.ops.diffusion.triton.ptx import (
+    add_rn,
+    div_rn,
+    fma_rn,
+    modulate,
+    mul_rn,
+    one_plus,
+    rcp_rn,
+    rsqrt_approx,
+    sub_rn,
+    widen,
+)
+
+
+@triton.jit
+def _welford_step(
+    value: tl.tensor, mean: tl.tensor, m2: tl.tensor, reciprocal: tl.constexpr
+) -> tl.tensor:
+    delta = sub_rn(value, mean)
+    new_mean = fma_rn(delta, reciprocal, mean)
+    return new_mean, fma_rn(delta, sub_rn(value, new_mean), m2)
+
+
+@triton.jit
+def _welford_vector(
+    vectors: tl.tensor, mean: tl.tensor, m2: tl.tensor, SEEN: tl.constexpr
+) -> tl.tensor:
+    """Four serial steps of each thread, which has seen SEEN values; vectors [*, *, 4].
+
+    A correctly rounded 1/n is what aten's guarded reciprocal gives; it is a constant here.
+    """
+    outer: tl.constexpr = vectors.shape[0]
+    inner: tl.constexpr = vectors.shape[1]
+    even, odd = tl.split(tl.reshape(widen(vectors), (outer, inner, 2, 2)))
+    value_0, value_2 = tl.split(even)
+    value_1, value_3 = tl.split(odd)
+    mean, m2 = _welford_step(value_0, mean, m2, 1.0 / (SEEN + 1))
+    mean, m2 = _welford_step(value_1, mean, m2, 1.0 / (SEEN + 2))
+    mean, m2 = _welford_step(value_2, mean, m2, 1.0 / (SEEN + 3))
+    return _welford_step(value_3, mean, m2, 1.0 / (SEEN + 4))
+
+
+@triton.jit
+def _merge(
+    mean: tl.tensor,
+    m2: tl.tensor,
+    count: tl.tensor,
+    other_mean: tl.tensor,
+    other_m2: tl.tensor,
+    other_count: tl.tensor,
+) -> tl.tensor:
+    """Merge a thread's state with the one that reaches it; two empty ones give an empty one.
+
+    Not symmetric: the weighted mean of the thread itself is rounded, the other's is fused.
+    """
+    delta = sub_rn(mean, other_mean)
+    total = add_rn(count, other_count)
+    reciprocal = rcp_rn(total)
+    weight = mul_rn(count, reciprocal)
+    other_weight = mul_rn(other_count, reciprocal)
+    merged_mean = fma_rn(other_mean, other_weight, mul_rn(mean, weight))
+    spread = mul_rn(other_count, mul_rn(delta, delta))
+    merged_m2 = fma_rn(spread, weight, add_rn(other_m2, m2))
+    filled = total > 0
+    return tl.where(filled, merged_mean, 0.0), tl.where(filled, merged_m2, 0.0), total
+
+
+@triton.jit
+def _merge_even(
+    mean: tl.tensor, m2: tl.tensor, other_mean: tl.tensor, other_m2: tl.tensor, COUNT: tl.constexpr
+) -> tl.tensor:
+    """`_merge` where both have COUNT values and COUNT * rcp(2 * COUNT) is exactly 0.5."""
+    delta = sub_rn(mean, other_mean)
+    merged_mean = fma_rn(other_mean, 0.5, mul_rn(mean, 0.5))
+    return merged_mean, fma_rn(mul_rn(COUNT, mul_rn(delta, delta)), 0.5, add_rn(other_m2, m2))
+
+
+@triton.jit
+def _shuffle_down(x: tl.tensor, OFFSET: tl.constexpr) -> tl.tensor:
+    """Lane i of axis 1 (32 lanes) gets lane i + OFFSET; what wraps around is never used."""
+    lane = (tl.arange(0, 32) + OFFSET) % 32
+    return tl.gather(x, tl.broadcast_to(lane[None, :], x.shape), 1)
+
+
+@triton.jit
+def _first_lane(x: tl.tensor) -> tl.tensor:
+    """[4 * ROWS, 32] -> lane 0 of each warp as [ROWS, 4]."""
+    warps: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.gather(x, tl.full((warps, 1), 0, tl.int32), 1), (warps // 4, 4))
+
+
+@triton.jit
+def _halves(x: tl.tensor) -> tl.tensor:
+    """[ROWS, N] -> the lower and the upper half of axis 1, each [ROWS, N / 2]."""
+    rows: tl.constexpr = x.shape[0]
+    half: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, (rows, 2, half)), (0, 2, 1)))
+
+
+@triton.jit
+def _fold_even(mean: tl.tensor, m2: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
+    """[ROWS, 128 threads] -> [ROWS, 1] where every thread has seen COUNT values."""
+    rows: tl.constexpr = mean.shape[0]
+    mean = tl.reshape(mean, (rows * 4, 32))
+    m2 = tl.reshape(m2, (rows * 4, 32))
+    for step in tl.static_range(5):
+        other_mean = _shuffle_down(mean, 16 >> step)
+        other_m2 = _shuffle_down(m2, 16 >> step)
+        mean, m2 = _merge_even(mean, m2, other_mean, other_m2, COUNT * 2.0**step)
+    mean = _first_lane(mean)
+    m2 = _first_lane(m2)
+    for step in tl.static_range(2):
+        mean, other_mean = _halves(mean)
+        m2, other_m2 = _halves(m2)
+        mean, m2 = _merge_even(mean, m2, other_mean, other_m2, COUNT * 32.0 * 2.0**step)
+    return mean, m2
+
+
+@triton.jit
+def _fold(mean: tl.tensor, m2: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """[ROWS, 128 threads] -> [ROWS, 1]: SHFL.DOWN 16, 8, 4, 2, 1 in a warp, then warps 2, 1 apart."""
+    rows: tl.constexpr = mean.shape[0]
+    mean = tl.reshape(mean, (rows * 4, 32))
+    m2 = tl.reshape(m2, (rows * 4, 32))
+    count = tl.reshape(count, (rows * 4, 32))
+    for step in tl.static_range(5):
+        other_mean = _shuffle_down(mean, 16 >> step)
+        other_m2 = _shuffle_down(m2, 16 >> step)
+        other_count = _shuffle_down(count, 16 >> step)
+        mean, m2, count = _merge(mean, m2, count, other_mean, other_m2, other_count)
+    mean = _first_lane(mean)
+    m2 = _first_lane(m2)
+    count = _first_lane(count)
+    for _ in tl.static_range(2):
+        mean, other_mean = _halves(mean)
+        m2, other_m2 = _halves(m2)
+        count, other_count = _halves(count)
+        mean, m2, count = _merge(mean, m2, count, other_mean, other_m2, other_count)
+    return mean, m2
+
+
+@triton.jit
+def layernorm_modulate_kernel(
+    x_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    shift_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    sequence: tl.tensor,
+    x_batch_vectors: tl.tensor,
+    x_row_vectors: tl.tensor,
+    scale_vectors: tl.tensor,
+    shift_vectors: tl.tensor,
+    eps: tl.tensor,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """ROWS rows of one batch entry a program. Strides are in vectors of four elements."""
+    CHUNKS: tl.constexpr = (HIDDEN + 511) // 512
+    FULL: tl.constexpr = HIDDEN // 512
+    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[None, :, None]
+    thread = tl.arange(0, 128)
+    column = thread[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
+    in_row = row < sequence
+    row = row.to(tl.int64)
+    x_row = x_ptr + (batch * x_batch_vectors + row * x_row_vectors) * 4
+    out_row = out_ptr + (batch * sequence + row) * HIDDEN
+
+    # The row stays in registers between the statistics and the output.
+    vectors = ()
+    for chunk in tl.static_range(CHUNKS):
+        at = chunk * 512 + column
+        mask = in_row if chunk < FULL else in_row & (at < HIDDEN)
+        vectors = vectors + (tl.load(x_row + at, mask=mask, other=0.0),)
+
+    mean = tl.zeros((128, ROWS), tl.float32)
+    m2 = tl.zeros((128, ROWS), tl.float32)
+    for chunk in tl.static_range(FULL):
+        mean, m2 = _welford_vector(vectors[chunk], mean, m2, chunk * 4)
+    if EVEN:
+        mean, m2 = _fold_even(tl.trans(mean), tl.trans(m2), FULL * 4.0)
+    else:
+        count = tl.full((128, ROWS), FULL * 4.0, tl.float32)
+        if CHUNKS > FULL:
+            owns = (FULL * 512 + thread * 4 < HIDDEN)[:, None]
+            last_mean, last_m2 = _welford_vector(vectors[FULL], mean, m2, FULL * 4)
+            mean = tl.where(owns, last_mean, mean)
+            m2 = tl.where(owns, last_m2, m2)
+            count = tl.where(owns, FULL * 4.0 + 4.0, count)
+        mean, m2 = _fold(tl.trans(mean), tl.trans(m2), tl.trans(count))
+    rstd = rsqrt_approx(add_rn(div_rn(m2, HIDDEN * 1.0), eps))
+
+    mean = tl.reshape(mean, (1, ROWS, 1))
+    rstd = tl.reshape(rstd, (1, ROWS, 1))
+    for chunk in tl.static_range(CHUNKS):
+        at = chunk * 512 + column
+        owned = at < HIDDEN
+        factor = one_plus(tl.load(scale_ptr + batch * scale_vectors * 4 + at, mask=owned, other=0.0))
+        shift = tl.load(shift_ptr + batch * shift_vectors * 4 + at, mask=owned, other=0.0)
+        value = mul_rn(rstd, sub_rn(widen(vectors[chunk]), mean))
+        out = modulate(value, factor, shift)
+        tl.store(out_row + at, out, mask=in_row if chunk < FULL else in_row & owned)
