@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
@@ -100,6 +101,16 @@ class DiffGenerator:
             _save(results, params)
         several = params.num_images > 1 or isinstance(params.prompt, tuple)
         return results if several else results[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._worker.device
+
+    @property
+    def transformer(self) -> torch.nn.Module:
+        """The loaded DiT, for inspection."""
+        return self._worker.pipeline.transformer
 
     def close(self) -> None:
         """Free the model's memory; the generator cannot be used afterwards."""
