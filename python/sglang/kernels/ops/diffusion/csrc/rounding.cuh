@@ -1,0 +1,107 @@
+#pragma once
+// Storage types as 16-byte vectors, and rounding to them.
+//
+// A kernel that equals an eager chain rounds wherever eager writes a tensor. `T::round` is that: every
+// value goes through the storage format (round to nearest even, subnormals kept, NaN canonical as the
+// hardware's cvt makes it, which is what torch's own conversions use). The arithmetic between roundings
+// uses __fmul_rn / __fadd_rn, which the compiler may not contract into an FMA.
+
+struct alignas(16) Vector {
+  unsigned int word[4];
+};
+
+// Read once, never again: keep it out of L1.
+__device__ __forceinline__ Vector load_streaming(const Vector* address) {
+  Vector v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(address));
+  return v;
+}
+
+// Read by many rows: keep it in L1.
+__device__ __forceinline__ Vector load_reused(const Vector* address) {
+  Vector v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ void store(Vector* address, const Vector& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.word[0]),
+               "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
+}
+
+struct Bfloat16 {
+  static constexpr int kValues = 8;
+
+  static __device__ __forceinline__ void unpack(const Vector& v, float (&values)[kValues]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      values[2 * i] = __uint_as_float(v.word[i] << 16);
+      values[2 * i + 1] = __uint_as_float(v.word[i] & 0xffff0000u);
+    }
+  }
+
+  static __device__ __forceinline__ Vector pack(const float (&values)[kValues]) {
+    Vector v;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+          : "=r"(v.word[i])
+          : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+    }
+    return v;
+  }
+};
+
+struct Float16 {
+  static constexpr int kValues = 8;
+
+  static __device__ __forceinline__ void unpack(const Vector& v, float (&values)[kValues]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      asm("{ .reg .b16 low, high;\n\t"
+          "mov.b32 {low, high}, %2;\n\t"
+          "cvt.f32.f16 %0, low;\n\t"
+          "cvt.f32.f16 %1, high; }"
+          : "=f"(values[2 * i]), "=f"(values[2 * i + 1])
+          : "r"(v.word[i]));
+    }
+  }
+
+  static __device__ __forceinline__ Vector pack(const float (&values)[kValues]) {
+    Vector v;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;"
+          : "=r"(v.word[i])
+          : "f"(values[2 * i + 1]), "f"(values[2 * i]));
+    }
+    return v;
+  }
+};
+
+struct Float32 {
+  static constexpr int kValues = 4;
+
+  static __device__ __forceinline__ void unpack(const Vector& v, float (&values)[kValues]) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) values[i] = __uint_as_float(v.word[i]);
+  }
+
+  static __device__ __forceinline__ Vector pack(const float (&values)[kValues]) {
+    Vector v;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) v.word[i] = __float_as_uint(values[i]);
+    return v;
+  }
+};
+
+// What eager does to a tensor that it writes and reads back.
+template <typename T>
+__device__ __forceinline__ void round_to_storage(float (&values)[T::kValues]) {
+  T::unpack(T::pack(values), values);
+}
