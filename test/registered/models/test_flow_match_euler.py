@@ -5,6 +5,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift, retrieve_timesteps
+
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import (
     FlowMatchEulerConfig,
     euler_step,
