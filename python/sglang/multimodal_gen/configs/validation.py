@@ -55,9 +55,10 @@ def show(value: object) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name most like `name`, or None when nothing is alike."""
+    names = {text.lower(): text for text in known}
     # Difflib is quadratic; no known name comes near 64 characters.
-    matches = difflib.get_close_matches(name[:64], list(known), n=1)
-    return matches[0] if matches else None
+    matches = difflib.get_close_matches(name[:64].lower(), list(names), n=1)
+    return names[matches[0]] if matches else None
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

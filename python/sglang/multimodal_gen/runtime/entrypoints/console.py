@@ -26,4 +26,4 @@ def configure_logging(level: str) -> None:
 
 def print_error(prog: str, error: BaseException) -> None:
     """Print "prog: error: ..." to stderr; an error without a text shows its type."""
-    print(f"{prog}: error: {error or type(error).__name__}", file=sys.stderr)
+    print(f"{prog}: error: {str(error) or type(error).__name__}", file=sys.stderr)
