@@ -27,7 +27,7 @@ TIMED_CALLS = 20
 
 @dataclass(frozen=True)
 class SiteRow:
-    """One kind of site: an op at one input shape. Times are medians of one call, in microseconds."""
+    """One kind of site: an op at one input shape. Times: median microseconds of one call."""
 
     op: str
     shape: str

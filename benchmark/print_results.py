@@ -1,0 +1,115 @@
+"""Print the result files as the README's tables: `make results`.
+
+    python benchmark/print_results.py [--gpu h200] [--write README.md]
+
+`--write` replaces the text between `<!-- results:begin -->` and `<!-- results:end -->`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+Row = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpu", default="h200", help="folder of benchmark/results")
+    parser.add_argument("--write", type=Path, help="file to update between its result markers")
+    args = parser.parse_args()
+    text = "\n\n".join(sections(ROOT / "benchmark" / "results" / args.gpu))
+    if args.write is None:
+        print(text)
+        return 0
+    content = args.write.read_text(encoding="utf-8")
+    if BEGIN not in content or END not in content:
+        parser.error(f"--write: {args.write} has no {BEGIN} ... {END}, expected both markers")
+    head, tail = content.split(BEGIN)[0], content.split(END)[1]
+    args.write.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
+    return 0
+
+
+def sections(folder: Path) -> Iterator[str]:
+    """One Markdown section a result file that exists."""
+    for name, render in SECTIONS.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            yield render(json.loads(path.read_text(encoding="utf-8")))
+
+
+def render_denoise(content: dict[str, Any]) -> str:
+    rows = (
+        (
+            row["model"],
+            row["arm"],
+            f"{row['width']}x{row['height']}",
+            f"{row['ms_per_step']:.1f}",
+            f"{row['ratio_to_floor']:.3f}",
+            "" if row["ratio_to_eager"] is None else f"{row['ratio_to_eager']:.3f}",
+            str(len(set(row["md5"]))),
+        )
+        for row in content["rows"]
+    )
+    columns = ("model", "arm", "size", "ms/step", "x floor", "x eager", "distinct md5")
+    return _section(content, "Denoising", "python benchmark/bench_denoise.py", columns, rows)
+
+
+def render_generate(content: dict[str, Any]) -> str:
+    rows = (
+        (
+            row["model"],
+            row["arm"],
+            f"{row['wall_s']:.3f}",
+            f"{row['denoise_s']:.3f}",
+            str(len(set(row["md5"]))),
+            "equal" if row["psnr_db"] is None else f"{row['psnr_db']:.1f} / {row['ssim']:.4f}",
+        )
+        for row in content["rows"]
+    )
+    columns = ("model", "arm", "wall s", "denoise s", "distinct md5", "PSNR dB / SSIM vs lossless")
+    return _section(content, "Whole images", "python benchmark/bench_generate.py", columns, rows)
+
+
+def render_kernels(content: dict[str, Any]) -> str:
+    rows = (
+        (
+            row["op"],
+            "x".join(map(str, row["shape"])),
+            row["dtype"],
+            "yes" if row["equal"] else "no",
+            f"{row['eager_us']:.1f}",
+            f"{row['fused_us']:.1f}",
+            f"{row['speedup']:.2f}x",
+            "" if row["pct_copy"] is None else f"{row['pct_copy']:.0f} %",
+        )
+        for row in content["rows"]
+    )
+    columns = ("op", "shape", "dtype", "equal", "eager us", "fused us", "speedup", "of copy")
+    return _section(content, "Kernels", "python benchmark/run_kernels.py", columns, rows)
+
+
+def _section(
+    content: dict[str, Any],
+    title: str,
+    command: str,
+    columns: Sequence[str],
+    rows: Iterator[Sequence[str]],
+) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+    machine = f"{content['gpu']}, torch {content['torch']}, {content['date'][:10]}"
+    return "\n".join([f"**{title}** ({machine}; `{command}`)", "", *lines])
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "denoise": render_denoise,
+    "generate": render_generate,
+    "kernels": render_kernels,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
