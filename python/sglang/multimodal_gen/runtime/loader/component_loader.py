@@ -90,7 +90,7 @@ class ComponentLoader:
         return module.eval().requires_grad_(False)
 
     def _pretrained(
-        self, name: str, cls: type, dtype: torch.dtype, device: torch.device, **options: Any
+        self, name: str, cls: type, dtype: torch.dtype, device: torch.device, /, **options: Any
     ) -> torch.nn.Module:
         path = self.folder / name
         weight_files(path)  # a missing shard is named here, before the library is asked
