@@ -30,7 +30,7 @@ def build_report(
         "true_cfg_scale": params.true_cfg_scale,
         "sha256": pixel_hash(image.pixels),
         "requested_quality": params.quality,
-        "quality": effective_quality(params.quality, response.mounted),
+        "quality": effective_quality(params.quality, response.mounted, pipeline.compiled),
         "sites": list(response.sites),
         "attention_backend": pipeline.attention_backend,
         "precisions": pipeline.precisions,
@@ -46,8 +46,13 @@ def pixel_hash(pixels: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()
 
 
-def effective_quality(requested: str, mounted: dict[str, str]) -> str:
-    """`high` only when a fusion of that tier was mounted; otherwise every site stayed lossless."""
+def effective_quality(requested: str, mounted: dict[str, str], compiled: bool) -> str:
+    """`high` only when a fusion of that tier was mounted; otherwise every site stayed lossless.
+
+    A compiled transformer rounds as the compiler likes, which is neither: `compiled`.
+    """
+    if compiled:
+        return "compiled"
     if requested == "high" and "mounted" not in mounted.values():
         return "lossless"
     return requested

@@ -43,6 +43,7 @@ class Worker:
             )
         if args.enable_torch_compile:
             self.pipeline.transformer.compile()
+            self.pipeline.compiled = True
 
     def execute(self, request: GenerateRequest, emit: EmitProgress) -> GenerateResponse:
         """Run every stage over the request's images."""

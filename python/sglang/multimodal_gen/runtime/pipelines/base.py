@@ -27,6 +27,7 @@ class Pipeline:
     device: torch.device
     attention_backend: str
     precisions: dict[str, str]
+    compiled: bool = False  # torch.compile changes rounding: never reported as lossless
     offloaded: Sequence[torch.nn.Module] = ()  # wait in host memory outside the first stage
 
     def run(self, batch: BatchState) -> dict[str, float]:
