@@ -449,9 +449,9 @@ def _flux_qk_norm_rope(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, rope: Rope
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over each head, then rotation. q, k [B, J, H, E]; 38 sites a step."""
-    args = (q, k, q_weight, k_weight, *rope, LN_EPS)
+    args = (q, k, q_weight, k_weight, *rope)
     fused = fused_qk_rmsnorm_rope if can_use_fused_qk_rmsnorm_rope(*args) else None
-    return run_site(FLUX_QK_NORM_ROPE, fused, qk_rmsnorm_rope_reference, *args)
+    return run_site(FLUX_QK_NORM_ROPE, fused, qk_rmsnorm_rope_reference, *args, LN_EPS)
 
 
 def _flux_joint_qk_norm_rope(
@@ -467,9 +467,15 @@ def _flux_joint_qk_norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same over two streams, joined text first. [B, T|S, H, E] -> [B, J, H, E]; 19 sites."""
     weights = (txt_q_weight, txt_k_weight, img_q_weight, img_k_weight)
-    args = (txt_q, txt_k, img_q, img_k, *weights, *rope, LN_EPS)
-    fused = fused_joint_qk_rmsnorm_rope if can_use_fused_joint_qk_rmsnorm_rope(*args) else None
-    return run_site(FLUX_JOINT_QK_NORM_ROPE, fused, joint_qk_rmsnorm_rope_reference, *args)
+    args = (txt_q, txt_k, img_q, img_k, *weights, *rope)
+    usable = can_use_fused_joint_qk_rmsnorm_rope(*args)
+    return run_site(
+        FLUX_JOINT_QK_NORM_ROPE,
+        fused_joint_qk_rmsnorm_rope if usable else None,
+        joint_qk_rmsnorm_rope_reference,
+        *args,
+        LN_EPS,
+    )
 
 
 def _flux_gelu_concat(attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
