@@ -35,8 +35,9 @@ def header(num_gpus: int | None = None) -> dict[str, Any]:
     }
 
 
-def write_result_file(path: Path, content: dict[str, Any]) -> None:
-    """Write one result file as JSON, making its folder; a failed write leaves no half file."""
+def write_result_file(path: Path, body: dict[str, Any], num_gpus: int | None = None) -> None:
+    """Write a result file: a `header` object, then `body`; a failed write leaves no half file."""
+    content = {"header": header(num_gpus)} | body
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -15,9 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sglang.kernels.ops.diffusion.bitexact_gate import tensors_equal
+
 L2_FLUSH_BYTES = 256 * 2**20  # four times the H200's 60 MB of L2
 SPIN_CYCLES_PER_US = 2000  # the H200 boosts to 1980 MHz
 WARM_UP = 10
+
+_compile_skipped = False
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 Thunk = Callable[[], Output]
@@ -53,7 +57,7 @@ def bench_row(
     `bytes_moved`: each input byte read once plus each output byte written once; None for an op
     that arithmetic bounds. `compile_fn`: the third column, usually `compiled(eager)`.
     """
-    equal = bits_equal(eager(), fused())
+    equal = tensors_equal(eager(), fused())
     eager_us, fused_us = time_us(eager), time_us(fused)
     gbps = bytes_moved / fused_us / 1e3 if bytes_moved is not None else None
     return BenchRow(
@@ -132,31 +136,24 @@ def sdpa_ceiling(sequence: int = 4608, heads: int = 24, head_dim: int = 128) -> 
     return 4 * heads * sequence**2 * head_dim / us / 1e6
 
 
-def compiled(fn: Thunk) -> Thunk:
+def compiled(fn: Thunk) -> Thunk | None:
     """`torch.compile(fn)` for one static shape, compiled before it is timed.
 
-    Dynamo's cache is dropped first: past its recompile limit it would quietly run eager.
+    None after `skip_compile()`. Dynamo's cache is dropped first: past its recompile limit it
+    would quietly run eager.
     """
+    if _compile_skipped:
+        return None
     torch._dynamo.reset()
     compiled_fn = torch.compile(fn, dynamic=False, fullgraph=True)
     compiled_fn()
     return compiled_fn
 
 
-def bits_equal(a: Output, b: Output) -> bool:
-    """Same count, shapes, dtypes and values; a NaN equals a NaN in the same place."""
-    left, right = ((x,) if isinstance(x, torch.Tensor) else tuple(x) for x in (a, b))
-    return len(left) == len(right) and all(map(_tensor_equal, left, right))
-
-
-def _tensor_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return (
-        torch.equal(a, b)
-        or torch.equal(a.nan_to_num(), b.nan_to_num())
-        and torch.equal(a.isnan(), b.isnan())
-    )
+def skip_compile() -> None:
+    """Leave the torch.compile column out in this process: compiling takes most of a run."""
+    global _compile_skipped
+    _compile_skipped = True
 
 
 @functools.cache

@@ -23,10 +23,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark")]
 
-from environment import header, kernels_tree, package_commit, write_result_file  # noqa: E402
+from environment import kernels_tree, package_commit, write_result_file  # noqa: E402
+
 from sglang.test.ci.ci_register import Registration, registrations_in  # noqa: E402
 
 REGISTERED = ROOT / "test" / "registered"
+GRACE_S = 60
 NO_TESTS_RAN = 5  # pytest's exit code
 SLOWEST_SHOWN = 5
 OUTPUT_LINES_SHOWN = 60
@@ -75,7 +77,7 @@ def collect(folder: Path) -> dict[str, list[SuiteFile]]:
 
 def run_file(path: Path, registration: Registration, alone: bool) -> FileResult:
     """Run one file under a time limit derived from its est_time."""
-    limit_s = 60 + 5 * registration.est_time  # est_time is for an idle machine
+    limit_s = GRACE_S + 5 * registration.est_time  # est_time is for an idle machine
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -190,9 +192,9 @@ def _print_summary(results: list[FileResult], totals: Counter) -> None:
 
 
 def _write_json(path: Path, suite: str, results: list[FileResult], totals: Counter) -> None:
-    content = {"header": header(), "suite": suite, "kernels_tree": kernels_tree(), **totals}
     tests = [test for result in sorted(results, key=lambda r: r.file) for test in result.tests]
-    write_result_file(path, content | {"tests": [asdict(test) for test in tests]})
+    body = {"suite": suite, "kernels_tree": kernels_tree(), **totals}
+    write_result_file(path, body | {"tests": [asdict(test) for test in tests]})
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+
 from sglang.kernels.ops.diffusion import bitexact_gate
 from sglang.kernels.ops.diffusion.bitexact_gate import (
     UNVERIFIED_IN_CAPTURE,

@@ -4,9 +4,10 @@ import copy
 import logging
 
 import pytest
+from torch import nn
+
 from sglang.kernels.ops.diffusion.quality_gate import QualityGatedFusion
 from sglang.test.ci.ci_register import register_cpu_ci
-from torch import nn
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
