@@ -46,10 +46,4 @@ PROGRESS: EnvironmentVariable[str] = EnvironmentVariable(
     parse=_one_of("auto", "bar", "plain", "off"),
     accepted="auto, bar, plain or off",
 )
-PROFILE_DIR: EnvironmentVariable[str] = EnvironmentVariable(
-    "SGLANG_DIFFUSION_PROFILE_DIR",
-    default="profiles",
-    parse=os.path.expanduser,
-    accepted="a folder for the traces of profile=True",
-)
-ALL = (PROGRESS, PROFILE_DIR)
+ALL = (PROGRESS,)
