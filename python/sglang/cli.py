@@ -11,6 +11,7 @@ _ENTRYPOINTS = "sglang.multimodal_gen.runtime.entrypoints"
 COMMANDS = {
     "generate": (f"{_ENTRYPOINTS}.generate_command", "make pictures from text"),
     "verify": (f"{_ENTRYPOINTS}.verify_command", "compare every fused site with its eager chain"),
+    "bench": (f"{_ENTRYPOINTS}.bench_command", "measure seconds a picture"),
     "version": (f"{_ENTRYPOINTS}.version_command", "print versions of package, torch, GPU"),
 }
 INTERRUPTED = 130  # what shells expect after Ctrl-C
