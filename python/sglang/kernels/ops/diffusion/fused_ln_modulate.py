@@ -91,8 +91,17 @@ def mark_fused_ln_modulate_site(module: nn.Module) -> None:
 
 
 def mount_fused_ln_modulate(root: nn.Module) -> bool:
-    """Enable every site of `root`, or none; `FUSED_LN_MODULATE.last_reject` says why none."""
-    return FUSED_LN_MODULATE.mount(root, _site_reject_reason)
+    """Enable every site of `root`, or none; `FUSED_LN_MODULATE.last_reject` says why none.
+
+    The parameters of a site, or of `root` for a site without, must not all be off the GPU or
+    in other dtypes than the half ones.
+    """
+
+    def reject_reason(site: nn.Module, metadata: Mapping[str, Any]) -> str | None:
+        has_parameters = next(site.parameters(), None) is not None
+        return _parameters_reject_reason(site if has_parameters else root)
+
+    return FUSED_LN_MODULATE.mount(root, reject_reason)
 
 
 def unmount_fused_ln_modulate(root: nn.Module) -> None:
@@ -105,9 +114,9 @@ def fused_ln_modulate_active(module: nn.Module) -> bool:
     return not torch.compiler.is_compiling() and FUSED_LN_MODULATE.is_enabled(module)
 
 
-def _site_reject_reason(site: nn.Module, metadata: Mapping[str, Any]) -> str | None:
-    """The site's own parameters tell device and dtype; a quantized one has other dtypes."""
-    for name, parameter in site.named_parameters():
-        if not parameter.is_cuda or parameter.dtype not in DTYPES:
-            return f"{name} is {parameter.dtype} on {parameter.device}, not a half dtype on a GPU"
-    return None
+def _parameters_reject_reason(module: nn.Module) -> str | None:
+    """Parameters tell where activations will be, and in which dtype; none tells nothing."""
+    parameters = list(module.parameters())
+    if not parameters or any(p.is_cuda and p.dtype in DTYPES for p in parameters):
+        return None
+    return f"{type(module).__name__} has no float16 or bfloat16 parameter on a GPU"

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from elementwise_checks import on_gpu
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -65,8 +66,25 @@ def test_a_cpu_model_is_not_mounted_and_runs_eager():
     eager = site(x, embedding)
     assert mount_fused_ln_modulate(nn.Sequential(site)) is False
     assert not fused_ln_modulate_active(site)
-    assert FUSED_LN_MODULATE.last_reject.startswith("0: linear.weight is torch.bfloat16 on cpu")
+    assert FUSED_LN_MODULATE.last_reject == (
+        "0: Site has no float16 or bfloat16 parameter on a GPU"
+    )
     assert torch.equal(site(x, embedding), eager)
+
+
+def test_a_site_without_parameters_on_a_cpu_is_not_mounted():
+    site = nn.Identity()
+    mark_fused_ln_modulate_site(site)
+    root = nn.Sequential(nn.Linear(8, 8, dtype=BF16), site)
+    assert mount_fused_ln_modulate(root) is False
+    assert FUSED_LN_MODULATE.last_reject.startswith("1: Sequential has no float16 or bfloat16")
+    assert not fused_ln_modulate_active(site)
+
+
+def test_without_any_parameter_the_predicate_alone_decides():
+    site = nn.Identity()
+    mark_fused_ln_modulate_site(site)
+    assert mount_fused_ln_modulate(site) is True and fused_ln_modulate_active(site)
 
 
 def test_a_root_without_sites_is_not_mounted():
@@ -110,6 +128,18 @@ def test_sites_step_aside_under_compile():
 
     traced(torch.randn(1, 4, 64, dtype=BF16), torch.randn(1, 64, dtype=BF16))
     assert seen == [False]
+
+
+def test_the_predicate_without_a_gpu():
+    row = on_gpu(1, 64)
+    for x in (on_gpu(1, 1, 64), on_gpu(1, 7, 64)):
+        assert can_fuse_ln_modulate(x, row, row) and can_fuse_ln_modulate(x, on_gpu(64), row)
+    for x in (on_gpu(2, 7, 64), on_gpu(1, 0, 64), on_gpu(7, 64), on_gpu(1, 1, 7, 64)):
+        assert not can_fuse_ln_modulate(x, row, row), x.shape
+    assert not can_fuse_ln_modulate(on_gpu(1, 7, 64, dtype=torch.float32), row, row)
+    for other in (on_gpu(2, 64), on_gpu(1, 32), on_gpu(1, 64, dtype=FP16), on_gpu()):
+        assert not can_fuse_ln_modulate(on_gpu(1, 7, 64), other, row), other.shape
+        assert not can_fuse_ln_modulate(on_gpu(1, 7, 64), row, other), other.shape
 
 
 # on a GPU
@@ -229,7 +259,17 @@ def test_one_rejected_site_leaves_all_unmounted():
     root = nn.Sequential(Site(), Site(dtype=torch.float32))
     assert mount_fused_ln_modulate(root) is False
     assert not fused_ln_modulate_active(root[0]) and not fused_ln_modulate_active(root[1])
-    assert FUSED_LN_MODULATE.last_reject.startswith("1: linear.weight is torch.float32")
+    assert FUSED_LN_MODULATE.last_reject.startswith("1: Site has no float16 or bfloat16")
+
+
+@pytest.mark.cuda
+def test_a_site_without_parameters_is_judged_by_its_root():
+    site = nn.Identity()
+    mark_fused_ln_modulate_site(site)
+    half = nn.Linear(8, 8, device="cuda", dtype=BF16)
+    assert mount_fused_ln_modulate(nn.Sequential(half, site)) is True
+    assert mount_fused_ln_modulate(nn.Sequential(half.float(), site)) is False
+    assert not fused_ln_modulate_active(site)
 
 
 @pytest.mark.cuda
