@@ -93,9 +93,9 @@ def _shuffle_down(x: tl.tensor, OFFSET: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _first_lane(x: tl.tensor) -> tl.tensor:
-    """[4 * ROWS, 32] -> lane 0 of each warp as [ROWS, 4]."""
+    """[N, 32] -> lane 0 as [N, 1]."""
     warps: tl.constexpr = x.shape[0]
-    return tl.reshape(tl.gather(x, tl.full((warps, 1), 0, tl.int32), 1), (warps // 4, 4))
+    return tl.gather(x, tl.full((warps, 1), 0, tl.int32), 1)
 
 
 @triton.jit
@@ -107,17 +107,35 @@ def _halves(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _fold_even(mean: tl.tensor, m2: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """[ROWS, 128 threads] -> [ROWS, 1] where every thread has seen COUNT values."""
-    rows: tl.constexpr = mean.shape[0]
-    mean = tl.reshape(mean, (rows * 4, 32))
-    m2 = tl.reshape(m2, (rows * 4, 32))
+def _fold_lanes_even(mean: tl.tensor, m2: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
+    """[N, 32 lanes] -> the same, lane 0 merged, where every lane has seen COUNT values."""
     for step in tl.static_range(5):
         other_mean = _shuffle_down(mean, 16 >> step)
         other_m2 = _shuffle_down(m2, 16 >> step)
         mean, m2 = _merge_even(mean, m2, other_mean, other_m2, COUNT * 2.0**step)
-    mean = _first_lane(mean)
-    m2 = _first_lane(m2)
+    return mean, m2
+
+
+@triton.jit
+def _fold_lanes(mean: tl.tensor, m2: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """[N, 32 lanes] -> the same, lane 0 merged: SHFL.DOWN 16, 8, 4, 2, 1."""
+    for step in tl.static_range(5):
+        other_mean = _shuffle_down(mean, 16 >> step)
+        other_m2 = _shuffle_down(m2, 16 >> step)
+        other_count = _shuffle_down(count, 16 >> step)
+        mean, m2, count = _merge(mean, m2, count, other_mean, other_m2, other_count)
+    return mean, m2, count
+
+
+@triton.jit
+def _fold_block_even(mean: tl.tensor, m2: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
+    """[ROWS, 128 threads] -> [ROWS, 1] where every thread has seen COUNT values."""
+    warps: tl.constexpr = mean.shape[0] * 4
+    mean = tl.reshape(mean, (warps, 32))
+    m2 = tl.reshape(m2, (warps, 32))
+    mean, m2 = _fold_lanes_even(mean, m2, COUNT)
+    mean = tl.reshape(_first_lane(mean), (warps // 4, 4))
+    m2 = tl.reshape(_first_lane(m2), (warps // 4, 4))
     for step in tl.static_range(2):
         mean, other_mean = _halves(mean)
         m2, other_m2 = _halves(m2)
@@ -126,20 +144,16 @@ def _fold_even(mean: tl.tensor, m2: tl.tensor, COUNT: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
-def _fold(mean: tl.tensor, m2: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """[ROWS, 128 threads] -> [ROWS, 1]: SHFL.DOWN 16, 8, 4, 2, 1 in a warp, then warps 2, 1 apart."""
-    rows: tl.constexpr = mean.shape[0]
-    mean = tl.reshape(mean, (rows * 4, 32))
-    m2 = tl.reshape(m2, (rows * 4, 32))
-    count = tl.reshape(count, (rows * 4, 32))
-    for step in tl.static_range(5):
-        other_mean = _shuffle_down(mean, 16 >> step)
-        other_m2 = _shuffle_down(m2, 16 >> step)
-        other_count = _shuffle_down(count, 16 >> step)
-        mean, m2, count = _merge(mean, m2, count, other_mean, other_m2, other_count)
-    mean = _first_lane(mean)
-    m2 = _first_lane(m2)
-    count = _first_lane(count)
+def _fold_block(mean: tl.tensor, m2: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """[ROWS, 128 threads] -> [ROWS, 1]: the lanes of each warp, then warps 2 and 1 apart."""
+    warps: tl.constexpr = mean.shape[0] * 4
+    mean = tl.reshape(mean, (warps, 32))
+    m2 = tl.reshape(m2, (warps, 32))
+    count = tl.reshape(count, (warps, 32))
+    mean, m2, count = _fold_lanes(mean, m2, count)
+    mean = tl.reshape(_first_lane(mean), (warps // 4, 4))
+    m2 = tl.reshape(_first_lane(m2), (warps // 4, 4))
+    count = tl.reshape(_first_lane(count), (warps // 4, 4))
     for _ in tl.static_range(2):
         mean, other_mean = _halves(mean)
         m2, other_m2 = _halves(m2)
@@ -148,31 +162,38 @@ def _fold(mean: tl.tensor, m2: tl.tensor, count: tl.tensor) -> tl.tensor:
     return mean, m2
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "sequence",
+        "x_batch_vectors",
+        "x_row_vectors",
+        "scale_vectors",
+        "shift_vectors",
+    ]
+)
 def layernorm_modulate_kernel(
     x_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     shift_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    sequence: tl.tensor,
-    x_batch_vectors: tl.tensor,
-    x_row_vectors: tl.tensor,
-    scale_vectors: tl.tensor,
-    shift_vectors: tl.tensor,
-    eps: tl.tensor,
+    sequence: tl.int64,
+    x_batch_vectors: tl.int64,
+    x_row_vectors: tl.int64,
+    scale_vectors: tl.int64,
+    shift_vectors: tl.int64,
+    eps: tl.float32,
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     EVEN: tl.constexpr,
-):
+) -> None:
     """ROWS rows of one batch entry a program. Strides are in vectors of four elements."""
     CHUNKS: tl.constexpr = (HIDDEN + 511) // 512
     FULL: tl.constexpr = HIDDEN // 512
     batch = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[None, :, None]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[None, :, None]
     thread = tl.arange(0, 128)
     column = thread[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
     in_row = row < sequence
-    row = row.to(tl.int64)
     x_row = x_ptr + (batch * x_batch_vectors + row * x_row_vectors) * 4
     out_row = out_ptr + (batch * sequence + row) * HIDDEN
 
@@ -188,7 +209,7 @@ def layernorm_modulate_kernel(
     for chunk in tl.static_range(FULL):
         mean, m2 = _welford_vector(vectors[chunk], mean, m2, chunk * 4)
     if EVEN:
-        mean, m2 = _fold_even(tl.trans(mean), tl.trans(m2), FULL * 4.0)
+        mean, m2 = _fold_block_even(tl.trans(mean), tl.trans(m2), FULL * 4.0)
     else:
         count = tl.full((128, ROWS), FULL * 4.0, tl.float32)
         if CHUNKS > FULL:
@@ -197,7 +218,7 @@ def layernorm_modulate_kernel(
             mean = tl.where(owns, last_mean, mean)
             m2 = tl.where(owns, last_m2, m2)
             count = tl.where(owns, FULL * 4.0 + 4.0, count)
-        mean, m2 = _fold(tl.trans(mean), tl.trans(m2), tl.trans(count))
+        mean, m2 = _fold_block(tl.trans(mean), tl.trans(m2), tl.trans(count))
     rstd = rsqrt_approx(add_rn(div_rn(m2, HIDDEN * 1.0), eps))
 
     mean = tl.reshape(mean, (1, ROWS, 1))
@@ -205,8 +226,93 @@ def layernorm_modulate_kernel(
     for chunk in tl.static_range(CHUNKS):
         at = chunk * 512 + column
         owned = at < HIDDEN
-        factor = one_plus(tl.load(scale_ptr + batch * scale_vectors * 4 + at, mask=owned, other=0.0))
+        factor = one_plus(
+            tl.load(scale_ptr + batch * scale_vectors * 4 + at, mask=owned, other=0.0)
+        )
         shift = tl.load(shift_ptr + batch * shift_vectors * 4 + at, mask=owned, other=0.0)
         value = mul_rn(rstd, sub_rn(widen(vectors[chunk]), mean))
         out = modulate(value, factor, shift)
         tl.store(out_row + at, out, mask=in_row if chunk < FULL else in_row & owned)
+
+
+@triton.jit
+def _merge_empty(mean: tl.tensor, m2: tl.tensor) -> tl.tensor:
+    """`_merge` with an empty state where count * rcp(count) is exactly 1: zeros are still added.
+
+    (A squared mean that overflows makes the sum NaN here, as it does in aten.)
+    """
+    spread = mul_rn(0.0, mul_rn(mean, mean))
+    return add_rn(mean, 0.0), add_rn(spread, add_rn(0.0, m2))
+
+
+@triton.jit
+def _head_layernorm(
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    token_vectors: tl.tensor,
+    head_vectors: tl.tensor,
+    eps: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, 128)[None, :]
+    mask = (row < rows) & (column < HEAD_DIM)
+    start = (row // HEADS * token_vectors + row % HEADS * head_vectors) * 4
+    x = tl.load(x_ptr + start + column, mask=mask, other=0.0)
+
+    empty = tl.zeros((ROWS, 32), tl.float32)
+    mean, m2 = _welford_vector(tl.reshape(x, (ROWS, 32, 4)), empty, empty, 0)
+    if HEAD_DIM == 128:
+        mean, m2 = _fold_lanes_even(mean, m2, 4.0)
+    else:
+        owns = tl.broadcast_to((tl.arange(0, 32) * 4 < HEAD_DIM)[None, :], (ROWS, 32))
+        mean = tl.where(owns, mean, 0.0)
+        m2 = tl.where(owns, m2, 0.0)
+        mean, m2, _ = _fold_lanes(mean, m2, tl.where(owns, 4.0, 0.0))
+    mean = _first_lane(mean)
+    m2 = _first_lane(m2)
+    mean, m2 = _merge_empty(mean, m2)  # warp 2
+    mean, m2 = _merge_empty(mean, m2)  # warps 1 and 3
+    mean = tl.reshape(mean, (ROWS,))
+    rstd = rsqrt_approx(add_rn(div_rn(tl.reshape(m2, (ROWS,)), HEAD_DIM * 1.0), eps))
+
+    value = mul_rn(rstd[:, None], sub_rn(widen(x), mean[:, None]))
+    tl.store(out_ptr + row * HEAD_DIM + column, value.to(x.dtype), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "q_token_vectors",
+        "q_head_vectors",
+        "k_token_vectors",
+        "k_head_vectors",
+    ]
+)
+def qk_head_layernorm_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    q_out_ptr: tl.tensor,
+    k_out_ptr: tl.tensor,
+    rows: tl.int64,
+    q_token_vectors: tl.int64,
+    q_head_vectors: tl.int64,
+    k_token_vectors: tl.int64,
+    k_head_vectors: tl.int64,
+    eps: tl.float32,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Programs (i, 0) norm ROWS rows of q, (i, 1) of k; a row is one head of a token."""
+    if tl.program_id(1) == 0:
+        _head_layernorm(
+            q_ptr, q_out_ptr, rows, q_token_vectors, q_head_vectors, eps, HEADS, HEAD_DIM, ROWS
+        )
+    else:
+        _head_layernorm(
+            k_ptr, k_out_ptr, rows, k_token_vectors, k_head_vectors, eps, HEADS, HEAD_DIM, ROWS
+        )

@@ -74,7 +74,7 @@ def rsqrt_approx(a: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def widen(x: tl.tensor) -> tl.tensor:
-    """`x` (bf16 or fp16) in fp32. bf16 pairs take one instruction an element: half of Triton's own."""
+    """`x` (bf16 or fp16) in fp32. A bf16 pair takes two instructions, half of Triton's own."""
     if x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
