@@ -10,7 +10,7 @@ caller runs its eager expression.
 Launches go through the driver call of `cuda.bindings` with one packed buffer per thread: 0.34 us a
 call against 1.1 us for ctypes (both into a stub driver; x86-64, Python 3.11), and 7.7 us for
 `cuda.core.launch` on an H200 machine.
-``python benchmark/kernels/bench_residual_gate_add.py --host`` prints them for the machine at hand.
+``python benchmark/kernels/launch_costs.py`` prints the costs on the machine at hand.
 """
 
 from __future__ import annotations
@@ -78,9 +78,12 @@ def expand_source(source: Path, defines: Sequence[str] = ()) -> str:
 def compile_cubin(source: Path, arch: str, defines: Sequence[str] = ()) -> bytes:
     """The cubin of `source` for `arch` ("sm_90"), from the disk cache or from NVRTC; needs no GPU.
 
-    Raises JitUnavailable with NVRTC's log when it does not compile.
+    Raises JitUnavailable when a file is missing, and with NVRTC's log when it does not compile.
     """
-    text = expand_source(source, defines)
+    try:
+        text = expand_source(source, defines)
+    except OSError as error:
+        raise JitUnavailable(f"{source.name} cannot be read: {error}") from error
     identity = "\0".join((f"nvrtc {nvrtc_version()}", STANDARD, arch, text))
     name = f"{source.stem}-{arch}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.cubin"
     cached = _read_cache(cache_directory() / name)

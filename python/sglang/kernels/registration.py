@@ -7,7 +7,7 @@ subclass, or when a gradient is wanted). It uses `torch.library.Library` and not
 `torch.library.custom_op`, because compiled graphs pay the op's own overhead on every call.
 
 Host cost a call, over calling the implementation directly:
-HOST_COST: run ``python benchmark/kernels/bench_residual_gate_add.py --host`` (not filled in yet)
+HOST_COST: run ``python benchmark/kernels/launch_costs.py`` (not filled in yet)
 """
 
 from __future__ import annotations

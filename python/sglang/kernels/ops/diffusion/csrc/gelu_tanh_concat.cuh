@@ -1,0 +1,85 @@
+// out[row] = attn[row] followed by gelu_tanh(mlp[row]), 16 bytes a thread and step.
+//
+// A row of out has `columns` vectors, the first `attn_columns` of them copied from attn. Rows of out
+// adjoin; attn and mlp have `attn_stride` and `mlp_stride` vectors from row to row. All of out has
+// `vectors` vectors, fewer than 2^32. `row_step` and `column_step` are blockDim.x divided by columns.
+#include "rounding.cuh"
+
+// The tanh-GELU of aten's CUDA kernel, in float32:
+//   0.5 x (1 + tanh(beta (x + kappa x^3))),  beta = sqrt(2 / pi)
+// with the one FMA that nvcc makes of aten's expression, and the full-precision tanhf.
+// GELU_VARIANT 0 leaves the contraction to the compiler, 2 forbids it (for tests of the choice).
+#ifndef GELU_VARIANT
+#define GELU_VARIANT 1
+#endif
+
+__device__ __forceinline__ float gelu_tanh(float x) {
+  constexpr float kBeta = 0.79788456080286535588;
+  constexpr float kKappa = 0.044715;
+#if GELU_VARIANT == 0
+  const float cube = x * x * x;
+  const float inner = kBeta * (x + kKappa * cube);
+  return 0.5f * x * (1.0f + tanhf(inner));
+#else
+  const float cube = __fmul_rn(__fmul_rn(x, x), x);
+#if GELU_VARIANT == 1
+  const float sum = __fmaf_rn(kKappa, cube, x);
+#else
+  const float sum = __fadd_rn(x, __fmul_rn(kKappa, cube));
+#endif
+  return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(__fmul_rn(kBeta, sum))));
+#endif
+}
+
+template <typename T>
+__device__ __forceinline__ void gelu_tanh_concat(const Vector* attn, const Vector* mlp, Vector* out,
+                                                 long long attn_stride, long long mlp_stride,
+                                                 unsigned int vectors, unsigned int attn_columns,
+                                                 unsigned int columns, unsigned int row_step,
+                                                 unsigned int column_step) {
+  const unsigned int first = blockIdx.x * (blockDim.x * VECTORS_PER_THREAD) + threadIdx.x;
+  unsigned int row = first / columns;
+  unsigned int column = first - row * columns;
+  Vector loaded[VECTORS_PER_THREAD];
+  bool is_mlp[VECTORS_PER_THREAD];
+#pragma unroll
+  for (int step = 0; step < VECTORS_PER_THREAD; ++step) {
+    is_mlp[step] = column >= attn_columns;
+    if (first + step * blockDim.x < vectors) {
+      const Vector* source = is_mlp[step] ? mlp + row * mlp_stride + (column - attn_columns)
+                                          : attn + row * attn_stride + column;
+      loaded[step] = load_streaming(source);
+    }
+    row += row_step;
+    column += column_step;
+    if (column >= columns) {
+      column -= columns;
+      ++row;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < VECTORS_PER_THREAD; ++step) {
+    const unsigned int i = first + step * blockDim.x;
+    if (i >= vectors) return;
+    if (is_mlp[step]) {
+      float values[T::kValues];
+      T::unpack(loaded[step], values);
+#pragma unroll
+      for (int k = 0; k < T::kValues; ++k) values[k] = gelu_tanh(values[k]);
+      loaded[step] = T::pack(values);
+    }
+    store(out + i, loaded[step]);
+  }
+}
+
+#define GELU_TANH_CONCAT_KERNEL(name, T)                                                          \
+  extern "C" __global__ void __launch_bounds__(BLOCK)                                             \
+      name(const Vector* attn, const Vector* mlp, Vector* out, long long attn_stride,             \
+           long long mlp_stride, unsigned int vectors, unsigned int attn_columns,                 \
+           unsigned int columns, unsigned int row_step, unsigned int column_step) {               \
+    gelu_tanh_concat<T>(attn, mlp, out, attn_stride, mlp_stride, vectors, attn_columns, columns,  \
+                        row_step, column_step);                                                   \
+  }
+
+GELU_TANH_CONCAT_KERNEL(gelu_tanh_concat_bfloat16, Bfloat16)
+GELU_TANH_CONCAT_KERNEL(gelu_tanh_concat_float16, Float16)
