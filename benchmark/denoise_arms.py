@@ -69,9 +69,7 @@ class DenoiseCase:
                 latents = self.stage.denoise(batch.images[0], batch, arm)
         states = [gate.state() for gate in all_gates()]
         fallbacks = [f"{s.name}: {s.reason}" for s in states if s.eager_calls and s.reason]
-        fallbacks += [
-            f"{name}: {status}" for name, status in mounted.items() if status != "mounted"
-        ]
+        fallbacks += [f"{name}: {reason}" for name, reason in mounted.items() if reason]
         return latents, batch.images[0].step_seconds, fallbacks
 
     def floor_ms(self) -> float:
@@ -117,7 +115,7 @@ class DenoiseCase:
         TimestepPreparationStage(schedule, self.device)(batch)
         return batch
 
-    def _tier(self, arm: str) -> AbstractContextManager[dict[str, str]]:
+    def _tier(self, arm: str) -> AbstractContextManager[dict[str, str | None]]:
         return mounted_tier(self.transformer, "high" if arm == "high" else "lossless")
 
     def _run_diffusers(self, arm: str, batch: BatchState) -> tuple[torch.Tensor, list[float]]:

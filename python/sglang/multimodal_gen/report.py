@@ -46,19 +46,19 @@ def pixel_hash(pixels: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()
 
 
-def effective_quality(requested: str, mounted: dict[str, str], compiled: bool) -> str:
+def effective_quality(requested: str, mounted: dict[str, str | None], compiled: bool) -> str:
     """`high` only when a fusion of that tier was mounted; otherwise every site stayed lossless.
 
     A compiled transformer rounds as the compiler likes, which is neither: `compiled`.
     """
     if compiled:
         return "compiled"
-    if requested == "high" and "mounted" not in mounted.values():
+    if requested == "high" and None not in mounted.values():
         return "lossless"
     return requested
 
 
-def fused_sites(mounted: dict[str, str]) -> tuple[dict[str, Any], ...]:
+def fused_sites(mounted: dict[str, str | None]) -> tuple[dict[str, Any], ...]:
     """One row a kind of fused site that ran since the counters were reset, both tiers."""
     rows = [
         {
@@ -71,7 +71,10 @@ def fused_sites(mounted: dict[str, str]) -> tuple[dict[str, Any], ...]:
         for state in (gate.state() for gate in all_gates())
         if state.fused_calls or state.eager_calls
     ]
-    rows += [{"op": name, "status": status, "reason": ""} for name, status in mounted.items()]
+    rows += [
+        {"op": name, "status": "eager" if reason else "mounted", "reason": reason}
+        for name, reason in mounted.items()
+    ]
     return tuple(rows)
 
 

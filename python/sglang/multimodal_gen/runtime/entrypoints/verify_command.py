@@ -121,13 +121,13 @@ def _high_rows(generator: "DiffGenerator") -> list[SiteRow]:
                 op=name,
                 shape="quality=high",
                 sites=0,
-                status="mountable" if status == "mounted" else "eager",
-                reason="" if status == "mounted" else status,
+                status="eager" if reason else "mountable",
+                reason=reason or "",
                 fused_us=None,
                 eager_us=None,
                 failed=False,
             )
-            for name, status in mounted.items()
+            for name, reason in mounted.items()
         ]
 
 

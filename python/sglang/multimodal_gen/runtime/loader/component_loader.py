@@ -101,7 +101,29 @@ class ComponentLoader:
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path}: cannot load {cls.__name__}: {error}") from error
         raise_problems(_loading_problems(info), str(path))
-        return module.to(device, dtype).eval().requires_grad_(False)
+        return module.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Silence the advice and progress bars of transformers and diffusers while a model loads:
+    what matters of a load is checked strictly here. The caller's verbosity is restored."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries = (diffusers_logging, transformers_logging)
+    levels = [library.get_verbosity() for library in libraries]
+    bars = [library.is_progress_bar_enabled() for library in libraries]
+    try:
+        for library in libraries:
+            library.set_verbosity_error()
+            library.disable_progress_bar()
+        yield
+    finally:
+        for library, level, bar in zip(libraries, levels, bars, strict=True):
+            library.set_verbosity(level)
+            if bar:
+                library.enable_progress_bar()
 
 
 def _loading_problems(info: Mapping[str, Any]) -> list[str]:

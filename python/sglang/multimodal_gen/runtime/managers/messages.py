@@ -35,7 +35,7 @@ class GenerateResponse:
     request_id: int
     images: tuple[ImageOutput, ...] = ()
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    mounted: dict[str, str] = field(default_factory=dict)  # high-tier fusion -> status
+    mounted: dict[str, str | None] = field(default_factory=dict)  # fusion -> why not, None if so
     sites: tuple[dict[str, Any], ...] = ()  # rows of `report.fused_sites`
     peak_memory_mb: float = 0.0
     error: BaseException | None = None

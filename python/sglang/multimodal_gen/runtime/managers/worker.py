@@ -10,7 +10,7 @@ from sglang.multimodal_gen.configs.model_specs import read_model_spec
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import rejected
 from sglang.multimodal_gen.report import fused_sites
-from sglang.multimodal_gen.runtime.loader.component_loader import ComponentLoader
+from sglang.multimodal_gen.runtime.loader.component_loader import ComponentLoader, quiet_libraries
 from sglang.multimodal_gen.runtime.loader.model_folder import find_model_folder
 from sglang.multimodal_gen.runtime.managers.messages import (
     EmitProgress,
@@ -37,7 +37,7 @@ class Worker:
         self.device = resolve_device(args.device)
         self._fast_paths = args.fast_paths
         loader = ComponentLoader(folder, args.load_format == "dummy", self.device)
-        with numeric_switches(self.device):
+        with numeric_switches(self.device), quiet_libraries():
             self.pipeline = PIPELINES[self.spec.pipeline_class](
                 loader, self.spec, args, lambda *step: emit(Progress(*step))
             )

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.kernels.ops.diffusion import fused_linear_gelu, fused_ln_modulate
+from sglang.kernels.ops.diffusion.fused_linear_gelu import (
+    FUSED_LINEAR_GELU,
+    mount_fused_linear_gelu,
+    unmount_fused_linear_gelu,
+)
+from sglang.kernels.ops.diffusion.fused_ln_modulate import (
+    FUSED_LN_MODULATE,
+    mount_fused_ln_modulate,
+    unmount_fused_ln_modulate,
+)
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import euler_step
 from sglang.multimodal_gen.runtime.pipelines.stages.checks import require_finite
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
@@ -16,15 +25,10 @@ from sglang.multimodal_gen.runtime.pipelines.stages.state import (
 )
 from sglang.multimodal_gen.runtime.pipelines.step_clock import StepClock
 
+# name -> gate, mount, unmount
 HIGH_TIER = {
-    "fused_linear_gelu": (
-        fused_linear_gelu.mount_fused_linear_gelu,
-        fused_linear_gelu.unmount_fused_linear_gelu,
-    ),
-    "fused_ln_modulate": (
-        fused_ln_modulate.mount_fused_ln_modulate,
-        fused_ln_modulate.unmount_fused_ln_modulate,
-    ),
+    "fused_linear_gelu": (FUSED_LINEAR_GELU, mount_fused_linear_gelu, unmount_fused_linear_gelu),
+    "fused_ln_modulate": (FUSED_LN_MODULATE, mount_fused_ln_modulate, unmount_fused_ln_modulate),
 }
 
 
@@ -81,8 +85,8 @@ class DenoisingStage:
 
 
 @contextmanager
-def mounted_tier(transformer: torch.nn.Module, quality: str) -> Iterator[dict[str, str]]:
-    """Mount the high tier's fusions for one batch; yields fusion -> "mounted" or "not mounted".
+def mounted_tier(transformer: torch.nn.Module, quality: str) -> Iterator[dict[str, str | None]]:
+    """Mount the high tier's fusions for one batch; yields fusion -> None, or why not mounted.
 
     A tier that could not be mounted leaves the sites lossless and is visible in the report.
     """
@@ -91,9 +95,9 @@ def mounted_tier(transformer: torch.nn.Module, quality: str) -> Iterator[dict[st
         return
     try:
         yield {
-            name: "mounted" if mount(transformer) else "not mounted"
-            for name, (mount, _) in HIGH_TIER.items()
+            name: None if mount(transformer) else gate.last_reject
+            for name, (gate, mount, _) in HIGH_TIER.items()
         }
     finally:
-        for _, unmount in HIGH_TIER.values():
+        for _, _, unmount in HIGH_TIER.values():
             unmount(transformer)

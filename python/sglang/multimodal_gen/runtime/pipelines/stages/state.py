@@ -47,6 +47,4 @@ class BatchState:
     images: list[ImageState]
     on_progress: ProgressCallback
     true_cfg: bool = False
-    mounted: dict[str, str] = field(
-        default_factory=dict
-    )  # high-tier fusion -> "mounted" or why not
+    mounted: dict[str, str | None] = field(default_factory=dict)  # fusion -> why not, None if so
