@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
@@ -106,17 +105,20 @@ def test_joint_reference_is_each_stream_alone():
     assert torch.equal(k, torch.cat([txt[1], img[1]], 1))
 
 
+def row_of(values):
+    row = torch.zeros(1, 128)
+    for place, value in values.items():
+        row[0, place] = value
+    return row
+
+
 def test_summation_order_by_hand():
     # In fp32 2^24 + 1 = 2^24: a lone 1 is lost beside 4096^2, two ones added first are not.
-    row = np.zeros(128, np.float32)
-    row[0], row[4], row[68] = 4096, 1, 1  # lanes 0, 1, 17 of aten's vectors of 4
+    row = row_of({0: 4096, 4: 1, 68: 1})  # lanes 0, 1, 17 of aten's vectors of 4
     assert aten_sum_of_squares(row) == 2**24 + 2  # 1 + 17 first, then 0 + 1
-    assert flashinfer_sum_of_squares(row, 16) == 2**24  # one 1 rides with 4096 in thread 0
-    row = np.zeros(128, np.float32)
-    row[0], row[1], row[2] = 4096, 1, 1  # one thread, serially
-    assert aten_sum_of_squares(row) == 2**24
-    row[0], row[2] = 1, 4096
-    assert aten_sum_of_squares(row) == 2**24 + 2
+    assert flashinfer_sum_of_squares(row, 16) == 2**24  # vectors of 8: one 1 shares 4096's thread
+    assert aten_sum_of_squares(row_of({0: 4096, 1: 1, 2: 1})) == 2**24  # one thread, serially
+    assert aten_sum_of_squares(row_of({0: 1, 1: 1, 2: 4096})) == 2**24 + 2
 
 
 @pytest.mark.parametrize("head_dim,fits", [(4, False), (8, True), (120, True), (124, False),
@@ -260,10 +262,10 @@ def test_summation_order_on_the_gpu():
     q, k, *weights = stream(1, 3, 1, 128)
     q.zero_(), k.zero_()
     for token, places in enumerate(((0, 4, 68), (0, 1, 2), (2, 0, 1))):
-        q[0, token, 0, torch.tensor(places)] = torch.tensor([4096, 1, 1], dtype=BF16, device="cuda")
+        for place, value in zip(places, (4096, 1, 1), strict=True):
+            q[0, token, 0, place] = value
         rstd = torch.ops.aten._fused_rms_norm(q[0, token], [128], weights[0], 0.0)[1]
-        total = torch.tensor(aten_sum_of_squares(q[0, token, 0].float().cpu().numpy()))
-        assert torch.equal(rstd.flatten(), torch.rsqrt(total[None].cuda() / 128))
+        assert torch.equal(rstd.flatten(), torch.rsqrt(aten_sum_of_squares(q[0, token]) / 128))
     check(q, k, *weights, eps=0.0)
 
 

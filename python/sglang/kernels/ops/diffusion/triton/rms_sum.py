@@ -9,6 +9,8 @@ butterfly shuffle, or one plain addition where both numbers live in the same thr
 import triton
 import triton.language as tl
 
+from sglang.kernels.ops.diffusion.triton.ptx import add_rn, mul_rn
+
 
 @triton.jit
 def _plus(a: tl.tensor, b: tl.tensor) -> tl.tensor:
@@ -34,6 +36,26 @@ def add_squares_of_4(acc: tl.tensor, x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def add_squares_of_8(acc: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """`acc = round(acc + round(v * v))` for the 8 neighbours v of each vector, in memory order.
+
+    x fp32 `[ROWS, 8 * N]`, acc fp32 `[ROWS, N]`.
+    """
+    rows: tl.constexpr = x.shape[0]
+    vectors: tl.constexpr = x.shape[1] // 8
+    squares = tl.reshape(mul_rn(x, x), (rows, vectors, 2, 2, 2))
+    even, odd = tl.split(squares)
+    even_low, even_high = tl.split(even)  # bit 1 of the place in the vector
+    odd_low, odd_high = tl.split(odd)
+    s0, s4 = tl.split(even_low)
+    s1, s5 = tl.split(odd_low)
+    s2, s6 = tl.split(even_high)
+    s3, s7 = tl.split(odd_high)
+    acc = add_rn(add_rn(add_rn(add_rn(acc, s0), s1), s2), s3)
+    return add_rn(add_rn(add_rn(add_rn(acc, s4), s5), s6), s7)
+
+
+@triton.jit
 def fold_halves(x: tl.tensor) -> tl.tensor:
     """`[ROWS, N]` -> `[ROWS]`: lane i takes lane i + N/2, then i + N/4, ... (SHFL.DOWN 16..1)."""
     rows: tl.constexpr = x.shape[0]
@@ -41,4 +63,15 @@ def fold_halves(x: tl.tensor) -> tl.tensor:
     for step in tl.static_range(16):
         if lanes >> step > 1:
             x = tl.reduce(tl.reshape(x, (rows, 2, lanes >> (step + 1))), 1, _plus)
+    return tl.reshape(x, (rows,))
+
+
+@triton.jit
+def fold_adjacent(x: tl.tensor) -> tl.tensor:
+    """`[ROWS, N]` -> `[ROWS]`: lane i takes lane i ^ 1, then i ^ 2, ... (butterfly from 1 up)."""
+    rows: tl.constexpr = x.shape[0]
+    lanes: tl.constexpr = x.shape[1]
+    for step in tl.static_range(16):
+        if lanes >> step > 1:
+            x = tl.reduce(tl.reshape(x, (rows, lanes >> (step + 1), 2)), 2, _plus)
     return tl.reshape(x, (rows,))
