@@ -1,0 +1,36 @@
+"""Every example runs as it stands and says what it promises."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=60, suite="base-a-test-cpu")
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+
+
+def run(name, *words):
+    command = [sys.executable, str(EXAMPLES / name), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def test_text_to_image(tmp_path):
+    path, sha256 = run("text_to_image.py", "a red apple", str(tmp_path)).split()
+    assert Path(path).parent == tmp_path and Path(path).read_bytes().startswith(b"\x89PNG")
+    assert len(sha256) == 64
+
+
+def test_seeds_and_batches():
+    assert run("seeds_and_batches.py").splitlines() == ["[7, 8, 9]", "equal"]
+
+
+def test_what_really_ran():
+    output = run("what_really_ran.py")
+    assert "asked for high and got" in output and "flux.residual_gate_add" in output
+
+
+def test_every_example_is_tested_here():
+    source = Path(__file__).read_text()
+    assert all(f'"{path.name}"' in source for path in EXAMPLES.glob("*.py"))
