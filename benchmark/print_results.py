@@ -101,7 +101,8 @@ def _section(
     rows: Iterator[Sequence[str]],
 ) -> str:
     lines = [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
-    machine = f"{content['gpu']}, torch {content['torch']}, {content['date'][:10]}"
+    header = content["header"]
+    machine = f"{header['gpu']}, torch {header['torch']}, {header['date'][:10]}"
     return "\n".join([f"**{title}** ({machine}; `{command}`)", "", *lines])
 
 

@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from environment import header, write_result_file
+from environment import write_result_file
 
 Row = dict[str, Any]
 
 
-def merge_rows(path: Path, rows: Sequence[Row], key: Sequence[str], **extra: Any) -> None:
+def merge_rows(path: Path, rows: Sequence[Row], key: Sequence[str]) -> None:
     """Write `rows` into a result file under a fresh header.
 
     Rows already there stay unless a new one has the same values under `key`.
     """
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     merged = {tuple(row[k] for k in key): row for row in [*old, *rows]}
-    write_result_file(path, {**header(num_gpus=1), **extra, "rows": list(merged.values())})
+    write_result_file(path, {"rows": list(merged.values())}, num_gpus=1)
 
 
 def print_table(rows: Sequence[Row], omit: Sequence[str] = ()) -> None:
