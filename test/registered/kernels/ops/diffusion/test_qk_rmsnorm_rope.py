@@ -271,7 +271,14 @@ def test_summation_order_on_the_gpu():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    "shape", [(1, 512, 4096, 24, 128), (2, 17, 300, 24, 128), (1, 1, 7, 6, 64), (3, 7, 1, 3, 40)]
+    "shape",
+    [
+        (1, 512, 4096, 24, 128),
+        (2, 17, 300, 24, 128),
+        (1, 1, 7, 6, 64),
+        (3, 7, 1, 3, 40),
+        (2, 5, 9, 3, 8),
+    ],
 )
 @pytest.mark.parametrize("dtype", (BF16, FP16))
 def test_joint(shape, dtype):

@@ -59,7 +59,11 @@ def _norm_rope_tile(
     tl.store(out_ptrs, out.to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["txt_rows"])
+# Alignment is in the address arithmetic, so a new length or stride need not compile a new kernel.
+_INTEGERS = ["txt_rows"] + [f"{s}_stride_{axis}" for s in ("txt", "img") for axis in "bsh"]
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
 def qk_rmsnorm_rope_kernel(
     txt_q_ptr: tl.tensor,
     txt_k_ptr: tl.tensor,

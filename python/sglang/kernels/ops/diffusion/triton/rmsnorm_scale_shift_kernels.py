@@ -54,7 +54,7 @@ def _modulate(y: tl.tensor, scale: tl.tensor, shift: tl.tensor) -> tl.tensor:
     return add_rn(round_to(scaled, tl.bfloat16), widen(shift))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["gate_stride", "scale_stride", "shift_stride", "tokens"])
 def rmsnorm_scale_shift_kernel(
     x_ptr: tl.tensor,
     update_ptr: tl.tensor,
