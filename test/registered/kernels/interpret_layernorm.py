@@ -1,0 +1,123 @@
+"""Run the LayerNorm kernels in Triton's interpreter against the numpy models (no GPU).
+
+`test_reduction_models.py` starts this with TRITON_INTERPRET=1. The interpreter has no inline PTX, so
+the arithmetic helpers are replaced by numpy ones; what is tested is everything else: which thread
+owns which value, the order of the merges, counts, masks, strides.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
+from sglang.kernels.ops.diffusion.triton import layernorm_modulate_kernels as kernels
+from sglang.test.reduction_models import fma32, layer_norm_moments
+
+EPS = np.float32(1e-5)
+
+
+def data(x):
+    return x.handle.data if isinstance(x, tl.tensor) else np.float32(getattr(x, "value", x))
+
+
+def elementwise(function: Callable) -> Callable:
+    """A helper of `ptx` computed by numpy in fp32."""
+
+    def call(*arguments):
+        with np.errstate(all="ignore"):
+            result = np.asarray(function(*map(data, arguments)), np.float32)
+        block = tl.block_type(tl.float32, list(result.shape))
+        return tl.tensor(TensorHandle(result, tl.float32), block)
+
+    return call
+
+
+def rounded(x):
+    return torch.from_numpy(np.ascontiguousarray(x, np.float32)).bfloat16().float().numpy()
+
+
+def rsqrt(x):
+    return np.float32(1) / np.sqrt(x)
+
+
+def modulated(value, factor, shift):
+    return rounded(rounded(rounded(value) * factor) + shift)
+
+
+REPLACED = {
+    "add_rn": lambda a, b: a + b,
+    "sub_rn": lambda a, b: a - b,
+    "mul_rn": lambda a, b: a * b,
+    "div_rn": lambda a, b: a / b,
+    "rcp_rn": lambda a: np.float32(1) / a,
+    "fma_rn": fma32,
+    "rsqrt_approx": rsqrt,
+    "modulate": modulated,
+    "one_plus": lambda scale: rounded(np.float32(1) + scale),
+}
+
+
+def widen(x):
+    return x.to(tl.float32)
+
+
+def moments(rows):
+    mean, m2, count = layer_norm_moments(rows)
+    return mean[:, None], rsqrt(m2 / count + EPS)[:, None]
+
+
+def random_bf16(*shape):
+    return (torch.randn(shape) * 3 + torch.randn(shape[:-1] + (1,))).bfloat16()
+
+
+def check_modulate(batch: int, sequence: int, hidden: int, rows: int) -> None:
+    x = random_bf16(batch, sequence, hidden + 8)[..., :hidden]
+    scale, shift = random_bf16(batch, 3 * hidden).float().chunk(3, dim=1)[:2]
+    out = torch.full((batch, sequence, hidden), float("nan"))
+    kernels.layernorm_modulate_kernel[(-(-sequence // rows), batch)](
+        x.float().contiguous(), scale, shift, out, sequence, sequence * hidden // 4, hidden // 4,
+        3 * hidden // 4, 3 * hidden // 4, float(EPS), hidden, rows, hidden % 512 == 0,
+    )  # fmt: skip
+    values = x.float().reshape(-1, hidden).numpy()
+    mean, rstd = moments(values)
+    factor = rounded(1 + scale.numpy()).repeat(sequence, 0)
+    expected = modulated(rstd * (values - mean), factor, shift.numpy().repeat(sequence, 0))
+    assert np.array_equal(out.numpy().reshape(expected.shape), expected), (sequence, hidden, rows)
+
+
+def check_heads(batch: int, sequence: int, heads: int, head_dim: int) -> None:
+    width = heads * head_dim
+    packed = random_bf16(batch, sequence, 3 * width).float()
+    q, k = (t.view(batch, sequence, heads, head_dim) for t in packed.split(width, -1)[:2])
+    outs = [torch.full((batch, sequence, heads, head_dim), float("nan")) for _ in range(2)]
+    count = batch * sequence * heads
+    strides = (3 * width // 4, head_dim // 4)
+    kernels.qk_head_layernorm_kernel[(-(-count // 8), 2)](
+        q, k, *outs, count, *strides, *strides, float(EPS), heads, head_dim, 8
+    )
+    for x, out in zip((q, k), outs, strict=True):
+        values = x.reshape(-1, head_dim).numpy()
+        mean, rstd = moments(values)
+        expected = rstd * (values - mean)
+        assert np.array_equal(out.numpy().reshape(expected.shape), expected), (heads, head_dim)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for name, function in REPLACED.items():
+        setattr(kernels, name, elementwise(function))
+    kernels.widen = widen
+    modulate_cases = [(1, 3, 3072, 2), (2, 3, 1024, 1), (1, 2, 64, 1), (1, 3, 516, 2),
+                      (1, 2, 2240, 1), (3, 5, 512, 4), (1, 1, 4, 1)]  # fmt: skip
+    head_cases = [(1, 5, 3, 128), (2, 3, 3, 40), (1, 3, 2, 64)]
+    for case in modulate_cases:
+        check_modulate(*case)
+    for case in head_cases:
+        check_heads(*case)
+    print(f"{len(modulate_cases) + len(head_cases)} cases agree")
+
+
+if __name__ == "__main__":
+    main()
