@@ -88,11 +88,13 @@ def transformer_config(
 def fill_at_unit_scale(module: torch.nn.Module, seed: int) -> None:
     """Fill every parameter, in name order, so that activations neither vanish nor explode.
 
-    Matrices are normal with variance 1 / fan-in, a norm's gain is near 1, biases near 0.
+    Matrices are normal with variance 1 / fan-in, a norm's gain is near 1, biases near 0. The values
+    are drawn on the parameters' device.
     """
-    generator = torch.Generator().manual_seed(seed)
+    device = next(module.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in sorted(module.named_parameters()):
-        noise = torch.randn(parameter.shape, generator=generator)
+        noise = torch.randn(parameter.shape, generator=generator, device=device)
         if parameter.ndim > 1:
             fan_in = 1 if "embedding" in name or "shared" in name else parameter[0].numel()
             parameter.copy_(noise / math.sqrt(fan_in))
