@@ -40,6 +40,7 @@ _MAX_ARGUMENTS = 16
 _SLOT_FORMAT = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x"}
 _lock = threading.RLock()
 _thread = threading.local()
+_warned: set[str] = set()
 _declared: weakref.WeakSet[CudaKernel] = weakref.WeakSet()
 
 
@@ -102,7 +103,7 @@ def nvrtc_version() -> str:
 
         status, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, OSError, RuntimeError) as error:
-        raise JitUnavailable(f"no NVRTC ({error}); pip install 'cuda-core[cu13]'") from error
+        raise JitUnavailable(f"no NVRTC ({error}); install cuda-bindings and NVRTC") from error
     if int(status) != 0:
         raise JitUnavailable(f"NVRTC answers {status}")
     return f"{major}.{minor}"
@@ -220,8 +221,8 @@ class CudaKernel:
     def ready(self, device: int) -> bool:
         """Whether `launch` works on CUDA device `device`. The first call compiles and loads.
 
-        False means: run eager. A failure is remembered in `failure` and warned about once. Inside
-        CUDA-graph capture nothing is loaded, so a kernel that is not loaded yet answers False.
+        False means: run eager. A failure is remembered in `failure`; each reason is warned about
+        once. Inside CUDA-graph capture nothing is loaded: a kernel not loaded yet answers False.
         """
         if self._functions.get(device) is not None:
             return True
@@ -235,7 +236,9 @@ class CudaKernel:
             return self._load(device)
         except JitUnavailable as error:
             self.failure = str(error)
-            logger.warning("%s runs eager, correctness is preserved: %s", self.name, error)
+            if self.failure not in _warned:
+                _warned.add(self.failure)
+                logger.warning("CUDA kernels run eager, correctness is preserved: %s", error)
             return None
 
     def _load(self, device: int) -> Any:
