@@ -48,6 +48,8 @@ class Worker:
     def execute(self, request: GenerateRequest, emit: EmitProgress) -> GenerateResponse:
         """Run every stage over the request's images."""
         params = request.params
+        if params.generator_device == "cuda" and not torch.cuda.is_available():
+            raise rejected("generator_device", "cuda", "cpu on a machine without a CUDA GPU")
         images = [ImageState(image) for image in params.expand()]
         true_cfg = params.true_cfg_scale > 1 and params.negative_prompt is not None
         with ExitStack() as stack:
