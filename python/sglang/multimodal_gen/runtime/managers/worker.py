@@ -97,7 +97,8 @@ def numeric_switches(device: torch.device) -> Iterator[None]:
     """Set the process-wide switches that change bits, and restore the caller's afterwards.
 
     TF32 off, cuDNN autotuning off (its choice may differ between runs), reduced-precision
-    reductions in half GEMMs as torch has them by default, ambient autocast off.
+    reductions in half GEMMs as torch has them by default, ambient autocast off, float32 as the
+    default dtype.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     wanted = [
@@ -108,12 +109,15 @@ def numeric_switches(device: torch.device) -> Iterator[None]:
         (matmul, "allow_fp16_reduced_precision_reduction", True),
     ]
     previous = [getattr(holder, name) for holder, name, _ in wanted]
+    default_dtype = torch.get_default_dtype()
     try:
+        torch.set_default_dtype(torch.float32)
         for holder, name, value in wanted:
             setattr(holder, name, value)
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
+        torch.set_default_dtype(default_dtype)
         for (holder, name, _), value in zip(wanted, previous, strict=True):
             setattr(holder, name, value)
 

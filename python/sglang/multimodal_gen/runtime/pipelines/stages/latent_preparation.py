@@ -30,7 +30,7 @@ class LatentPreparationStage:
         """float32 [1, latent_channels, height, width] standard normal noise."""
         generator = torch.Generator(generator_device).manual_seed(seed)
         shape = (1, self.latent_channels, height, width)
-        return torch.randn(shape, generator=generator, device=generator_device)
+        return torch.randn(shape, generator=generator, device=generator_device, dtype=torch.float32)
 
 
 def pack_latents(latents: torch.Tensor) -> torch.Tensor:
