@@ -1,8 +1,8 @@
 """Run the LayerNorm kernels in Triton's interpreter against the numpy models (no GPU).
 
-`test_reduction_models.py` starts this with TRITON_INTERPRET=1. The interpreter has no inline PTX, so
-the arithmetic helpers are replaced by numpy ones; what is tested is everything else: which thread
-owns which value, the order of the merges, counts, masks, strides.
+`test_reduction_models.py` starts this with TRITON_INTERPRET=1. The interpreter has no inline PTX,
+so the arithmetic helpers are replaced by numpy ones; what is tested is everything else: which
+thread owns which value, the order of the merges, counts, masks, strides.
 """
 
 from collections.abc import Callable

@@ -116,9 +116,9 @@ def _token_stride(x: torch.Tensor) -> int:
     return batch_stride if x.shape[1] == 1 else token_stride
 
 
-def _rows_a_program(sequence: int, batch: int) -> int:
-    """Two rows share the loads of scale and shift where that leaves enough programs."""
-    return 2 if sequence * batch >= 2048 else 1
+def _rows_a_program(tokens: int, hidden: int) -> int:
+    """Two rows share the loads of scale and shift where programs and registers are plenty."""
+    return 2 if tokens >= 2048 and hidden <= 4096 else 1
 
 
 def _modulate_options(hidden: int, rows: int) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _layernorm_modulate(
         )
     batch, sequence, hidden = x.shape
     out = x.new_empty(x.shape)
-    rows = _rows_a_program(sequence, batch)
+    rows = _rows_a_program(batch * sequence, hidden)
     strides = (*_strides(x), *_strides(scale), *_strides(shift))
     with torch.cuda.device(x.device):
         kernel = _modulate_kernel(x.device.index, x.dtype, hidden, rows)
