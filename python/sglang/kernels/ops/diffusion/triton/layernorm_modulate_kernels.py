@@ -162,6 +162,31 @@ def _fold_block(mean: tl.tensor, m2: tl.tensor, count: tl.tensor) -> tl.tensor:
     return mean, m2
 
 
+@triton.jit
+def _block_moments(
+    vectors: tl.tuple, ROWS: tl.constexpr, HIDDEN: tl.constexpr, EVEN: tl.constexpr
+) -> tl.tensor:
+    """Tuple of chunks [128 threads, ROWS, 4] -> mean and m2, each [ROWS, 1].
+
+    EVEN says that every thread has the same number of vectors, HIDDEN % 512 == 0.
+    """
+    FULL: tl.constexpr = HIDDEN // 512
+    mean = tl.zeros((128, ROWS), tl.float32)
+    m2 = tl.zeros((128, ROWS), tl.float32)
+    for chunk in tl.static_range(FULL):
+        mean, m2 = _welford_vector(vectors[chunk], mean, m2, chunk * 4)
+    if EVEN:
+        mean, m2 = _fold_block_even(tl.trans(mean), tl.trans(m2), FULL * 4.0)
+    else:
+        owns = (FULL * 512 + tl.arange(0, 128) * 4 < HIDDEN)[:, None]
+        last_mean, last_m2 = _welford_vector(vectors[FULL], mean, m2, FULL * 4)
+        mean = tl.where(owns, last_mean, mean)
+        m2 = tl.where(owns, last_m2, m2)
+        count = tl.broadcast_to(tl.where(owns, FULL * 4.0 + 4.0, FULL * 4.0), (128, ROWS))
+        mean, m2 = _fold_block(tl.trans(mean), tl.trans(m2), tl.trans(count))
+    return mean, m2
+
+
 @triton.jit(
     do_not_specialize=[
         "sequence",
@@ -191,8 +216,7 @@ def layernorm_modulate_kernel(
     FULL: tl.constexpr = HIDDEN // 512
     batch = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[None, :, None]
-    thread = tl.arange(0, 128)
-    column = thread[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
+    column = tl.arange(0, 128)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
     in_row = row < sequence
     x_row = x_ptr + (batch * x_batch_vectors + row * x_row_vectors) * 4
     out_row = out_ptr + (batch * sequence + row) * HIDDEN
@@ -204,21 +228,7 @@ def layernorm_modulate_kernel(
         mask = in_row if chunk < FULL else in_row & (at < HIDDEN)
         vectors = vectors + (tl.load(x_row + at, mask=mask, other=0.0),)
 
-    mean = tl.zeros((128, ROWS), tl.float32)
-    m2 = tl.zeros((128, ROWS), tl.float32)
-    for chunk in tl.static_range(FULL):
-        mean, m2 = _welford_vector(vectors[chunk], mean, m2, chunk * 4)
-    if EVEN:
-        mean, m2 = _fold_block_even(tl.trans(mean), tl.trans(m2), FULL * 4.0)
-    else:
-        count = tl.full((128, ROWS), FULL * 4.0, tl.float32)
-        if CHUNKS > FULL:
-            owns = (FULL * 512 + thread * 4 < HIDDEN)[:, None]
-            last_mean, last_m2 = _welford_vector(vectors[FULL], mean, m2, FULL * 4)
-            mean = tl.where(owns, last_mean, mean)
-            m2 = tl.where(owns, last_m2, m2)
-            count = tl.where(owns, FULL * 4.0 + 4.0, count)
-        mean, m2 = _fold_block(tl.trans(mean), tl.trans(m2), tl.trans(count))
+    mean, m2 = _block_moments(vectors, ROWS, HIDDEN, EVEN)
     rstd = rsqrt_approx(add_rn(div_rn(m2, HIDDEN * 1.0), eps))
 
     mean = tl.reshape(mean, (1, ROWS, 1))
