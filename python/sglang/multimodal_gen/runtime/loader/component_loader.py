@@ -12,12 +12,13 @@ from sglang.multimodal_gen.configs.model_specs import read_json
 from sglang.multimodal_gen.runtime.loader import dummy
 from sglang.multimodal_gen.runtime.loader.weights import (
     CheckpointError,
+    check_weight_files,
     iterate_weights,
     load_strict,
     raise_problems,
-    weight_files,
 )
 
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -75,11 +76,15 @@ class ComponentLoader:
         if self.dummy:
             return dummy_tokenizer
         path = self.folder / name
-        if not path.is_dir():
+        # Without its files the library makes up an empty vocabulary instead of failing.
+        if not any((path / file).is_file() for file in TOKENIZER_FILES):
             raise CheckpointError(
-                f"{self.folder}: got no folder {name!r}, expected a tokenizer there"
+                f"{path}: got no tokenizer, expected one of the files {', '.join(TOKENIZER_FILES)}"
             )
-        return cls.from_pretrained(path, local_files_only=True)
+        try:
+            return cls.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}: cannot load {cls.__name__}: {error}") from error
 
     def _random(
         self, build: Callable[[], torch.nn.Module], dtype: torch.dtype, device: torch.device
@@ -93,10 +98,15 @@ class ComponentLoader:
         self, name: str, cls: type, dtype: torch.dtype, device: torch.device, /, **options: Any
     ) -> torch.nn.Module:
         path = self.folder / name
-        weight_files(path)  # a missing shard is named here, before the library is asked
+        self.config(name)  # without it the library takes its own defaults
+        check_weight_files(path)
         try:
             module, info = cls.from_pretrained(
-                path, output_loading_info=True, local_files_only=True, **options
+                path,
+                output_loading_info=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # listed in `info` and raised below, with names
+                **options,
             )
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path}: cannot load {cls.__name__}: {error}") from error
@@ -129,7 +139,10 @@ def quiet_libraries() -> Iterator[None]:
 def _loading_problems(info: Mapping[str, Any]) -> list[str]:
     problems = [f"missing {name}" for name in sorted(info["missing_keys"])]
     problems += [f"unexpected {name}" for name in sorted(info["unexpected_keys"])]
-    problems += [f"mis-shaped {entry}" for entry in sorted(map(str, info["mismatched_keys"]))]
+    problems += [
+        f"{name} has shape {list(got)}, expected {list(expected)}"
+        for name, got, expected in sorted(info["mismatched_keys"])
+    ]
     return problems + [str(message) for message in info.get("error_msgs") or []]
 
 

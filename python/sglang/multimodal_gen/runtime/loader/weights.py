@@ -26,7 +26,7 @@ def weight_files(folder: Path) -> list[Path]:
         return files
     try:
         names = sorted(set(json.loads(indexes[0].read_text())["weight_map"].values()))
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{indexes[0]}: got an unreadable index ({error}), expected JSON with weight_map"
         ) from error
@@ -39,15 +39,26 @@ def weight_files(folder: Path) -> list[Path]:
 def iterate_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, CPU tensor) of every tensor of a component, one at a time."""
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    yield name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{path}: got a corrupt or truncated file ({error}), expected safetensors;"
-                " fetch it again"
-            ) from error
+        with _open(path) as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raise `CheckpointError` for a missing, corrupt or truncated file; reads headers only."""
+    for path in weight_files(folder):
+        with _open(path):
+            pass
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path}: got a corrupt or truncated file ({error}), expected safetensors;"
+            " fetch it again"
+        ) from error
 
 
 @torch.no_grad()
