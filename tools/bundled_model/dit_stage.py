@@ -202,6 +202,7 @@ def train_dit(
     trainer: DitTrainer,
     pool: Pool,
     stage: Stage,
+    peak: float,
     ready: Callable[[], bool],
     compiled: Callable,
     checkpoint: Callable[[], None],
@@ -219,7 +220,7 @@ def train_dit(
         main = size == MAIN and length == TEXT_LENGTH
         batch = pool.draw(max(2, trainer.batch // divisor), size, length)
         loss = trainer.fast_loss if main else trainer.loss
-        value = trainer.step(batch, loss, stage.learning_rate(PEAK_RATE))
+        value = trainer.step(batch, loss, stage.learning_rate(peak))
         trainer.update_ema(stage.step)
         if main:
             smooth.lerp_(value, 0.05)
@@ -231,7 +232,7 @@ def train_dit(
                 restore(trainer.params, trainer.ema, good, trainer.optimizer)
                 smooth.fill_(1.0)
                 stage.log("not finite: back to the last good weights")
-            stage.log(f"loss {float(smooth):.4f} lr {stage.learning_rate(PEAK_RATE):.2e}")
+            stage.log(f"loss {float(smooth):.4f} lr {stage.learning_rate(peak):.2e}")
             if stage.fraction() * (stage.end - stage.start) > next_checkpoint:
                 next_checkpoint += checkpoint_seconds
                 trainer.swap_ema()

@@ -52,6 +52,17 @@ def export_folder(model: Model, folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
+def load_parts(folder: Path, transformer: torch.nn.Module, text: torch.nn.Module) -> None:
+    """Fill a transformer and the text encoders from an exported folder."""
+    for name, module in (
+        ("transformer", transformer),
+        ("text_encoder", text.clip),
+        ("text_encoder_2", text.t5),
+    ):
+        saved = type(module).from_pretrained(folder / name)
+        module.load_state_dict(saved.state_dict())
+
+
 def clone_bf16(module: torch.nn.Module) -> torch.nn.Module:
     """A bf16 copy on the CPU; the training weights stay as they are."""
     if isinstance(module, AutoencoderKL) or hasattr(module, "register_to_config"):

@@ -22,7 +22,7 @@ WORK = Path(__file__).resolve().parent / "work"
 TEXT_LENGTH = 48  # tokens of both encoders in training; also the default of the pipeline
 BACKGROUND_NAMES = list(BACKGROUNDS)
 # Share of the pool: plain icons, recoloured ones, coloured backgrounds, two objects.
-SHARES = {"base": 0.50, "recolour": 0.25, "background": 0.12, "pair": 0.13}
+SHARES = {"base": 0.62, "recolour": 0.20, "background": 0.11, "pair": 0.07}
 PAIRS = 16000
 COLOURLESS = 0.20  # recoloured objects whose caption leaves the colour to the seed
 

@@ -33,7 +33,9 @@ def top1(model: Model, name: str, limit: int, **options: float) -> float:
     return float(np.mean([f == r["icon"] for f, r in zip(found, rows, strict=True)]))
 
 
-def measure_text(model: Model, limit: int, save: Callable[[dict], None]) -> None:
+def measure_text(
+    model: Model, limit: int, save: Callable[[dict], None], *, quick: bool = False
+) -> None:
     """Top-1 of both lists over guidance, steps, text lengths and sizes; saves after each."""
     some = limit or 100
     runs: list[tuple[str, str, int, dict]] = []
@@ -48,6 +50,7 @@ def measure_text(model: Model, limit: int, save: Callable[[dict], None]) -> None
         options = {"size": (side, side), "chunk": 64}
         runs.append((f"captions_200 size {side}", "captions_200", some, options))
     figures: dict[str, float] = {}
+    runs = runs[:2] if quick else runs
     for label, name, count, options in runs:
         figures[label] = top1(model, name, count, **options)
         save(figures)

@@ -23,8 +23,8 @@ sys.path.insert(0, str(HERE))
 
 import torch  # noqa: E402
 from clock import Stage, write_log  # noqa: E402
-from dit_stage import MAIN, Batch, DitTrainer, Pool, train_dit  # noqa: E402
-from export import export_folder, pack, round_to_bf16  # noqa: E402
+from dit_stage import MAIN, PEAK_RATE, Batch, DitTrainer, Pool, train_dit  # noqa: E402
+from export import export_folder, load_parts, pack, round_to_bf16  # noqa: E402
 from images import IconStore, compose  # noqa: E402
 from model_config import (  # noqa: E402
     DEFAULTS,
@@ -47,6 +47,7 @@ from vae_stage import (  # noqa: E402
 
 WORK = HERE / "work"
 EVALUATION_RESERVE = 45.0  # seconds of the deadline kept for measuring and packing
+QUICK_RESERVE = 20.0  # the same with --quick-eval
 
 
 def parse() -> argparse.Namespace:
@@ -64,6 +65,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scene-limit", type=int, default=0, help="smoke tests only")
     parser.add_argument("--eval-limit", type=int, default=0, help="smoke tests only")
     parser.add_argument("--vae-from", type=Path, help="weights of an earlier VAE; skips its stage")
+    parser.add_argument("--resume", type=Path, help="an exported folder to train on from")
+    parser.add_argument("--peak-rate", type=float, default=PEAK_RATE, help="learning rate")
+    parser.add_argument("--quick-eval", action="store_true", help="measure the two lists once")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--compile-backend", default="inductor")
     parser.add_argument("--warm-compile", action="store_true", help="internal: fill the caches")
@@ -214,7 +218,8 @@ def dit_part(run: Run, model: Model, pool: Pool) -> int:
     """Train the transformer and the text encoders; returns the steps done."""
     options = run.options
     trainer = DitTrainer(model.transformer, model.text, options.batch, run.amp)
-    left = options.deadline_seconds - EVALUATION_RESERVE - (time.monotonic() - run.start)
+    reserve = QUICK_RESERVE if options.quick_eval else EVALUATION_RESERVE
+    left = options.deadline_seconds - reserve - (time.monotonic() - run.start)
     seconds = options.dit_seconds or max(10.0, left)
     parameters = {"transformer": count(model.transformer), "text": count(model.text)}
     run.log(f"transformer stage of {seconds:.0f} s, {parameters}")
@@ -226,7 +231,7 @@ def dit_part(run: Run, model: Model, pool: Pool) -> int:
         stage.log(f"checkpoint, {size / 1e6:.2f} MB of weights")
 
     compiled = compiled_loss(run, trainer.loss)
-    train_dit(trainer, pool, stage, run.ready("dit"), compiled, checkpoint)
+    train_dit(trainer, pool, stage, options.peak_rate, run.ready("dit"), compiled, checkpoint)
     return stage.step
 
 
@@ -253,7 +258,10 @@ def train(run: Run, pool_path: Path) -> None:
     table = torch.from_numpy(scenes.table).to(run.device)
     run.log(f"{len(store)} icons, {len(table)} scenes on {run.device}")
     vae, figures = vae_part(run, store, table)
-    transformer, text = make_transformer().to(run.device), TextEncoders().to(run.device)
+    transformer, text = make_transformer(), TextEncoders()
+    if options.resume:
+        load_parts(options.resume, transformer, text)
+    transformer, text = transformer.to(run.device), text.to(run.device)
     model = Model(vae, transformer, text, *load_tokenizers(), amp=run.amp)
     pool = load_pool(run, pool_path, (model.clip_tokenizer, model.t5_tokenizer), vae, store, scenes)
     steps = dit_part(run, model, pool)
@@ -282,7 +290,7 @@ def report(run: Run, model: Model, figures: dict, steps: int) -> None:
         results["top1"] = figures
         write_results(options.out, results)
 
-    measure_text(model, options.eval_limit, save)
+    measure_text(model, options.eval_limit, save, quick=options.quick_eval)
     results["phrasing_misses"] = misses(model, options.eval_limit)
     results["seconds"] = round(time.monotonic() - run.start, 1)
     write_results(options.out, results)

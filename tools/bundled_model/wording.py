@@ -46,6 +46,15 @@ _SUFFIXES = [
     ", minimal", ", best quality", ", colorful", ", trending design", ", no text", ", centered",
     ", clean lines", "for a logo", "right now", "??", "!?", "cartoon",
 ]  # fmt: skip
+# Words that name no icon, for filler that no template foresees.
+_FILLER = (
+    "hello hi hey there dear so well ok now today quick quickly please kindly maybe could would "
+    "can you we i me my our your us show see want wanted need get paint make made draw put have having "
+    "some nice good great lovely pretty cool new of for with to in on at the this that one another "
+    "daughter son mother father friend boss teacher kids team wall really very much again too then "
+    "thanks cheers mate everyone anyone small big kind sort just only also here what how if when "
+    "it is was be been do does did and or but from by as an any more most other love like think know"
+).split()
 _BACKGROUND_TEMPLATES = [
     "{p} on a {c} background", "{p} with a {c} background", "{p}, {c} background",
     "{p} on {c}", "{p} in front of a {c} background",
@@ -139,7 +148,18 @@ def _dress(phrase: str, bare: str, rng: random.Random) -> str:
         text = f"{text}{'' if suffix[0] in '!?.,' else ' '}{suffix}"
         while rng.random() < 0.18:
             text += rng.choice([s for s in _SUFFIXES if s[0] == ","])
-    return _case(text, rng)
+    return _case(_babble(text, rng), rng)
+
+
+def _babble(text: str, rng: random.Random) -> str:
+    """Now and then, random filler words around the request."""
+    if rng.random() < 0.25:
+        words = " ".join(rng.choice(_FILLER) for _ in range(rng.randint(1, 4)))
+        text = f"{words}{rng.choice(['', '', ',', ':', '.'])} {text}"
+    if rng.random() < 0.20:
+        words = " ".join(rng.choice(_FILLER) for _ in range(rng.randint(1, 4)))
+        text = f"{text}{rng.choice(['', '', ',', '.'])} {words}{rng.choice(['', '', '!', ' :)'])}"
+    return text
 
 
 def _case(text: str, rng: random.Random) -> str:
