@@ -49,11 +49,12 @@ _SUFFIXES = [
 # Words that name no icon, for filler that no template foresees.
 _FILLER = (
     "hello hi hey there dear so well ok now today quick quickly please kindly maybe could would "
-    "can you we i me my our your us show see want wanted need get paint make made draw put have having "
-    "some nice good great lovely pretty cool new of for with to in on at the this that one another "
-    "daughter son mother father friend boss teacher kids team wall really very much again too then "
-    "thanks cheers mate everyone anyone small big kind sort just only also here what how if when "
-    "it is was be been do does did and or but from by as an any more most other love like think know"
+    "can you we i me my our your us show see want wanted need get paint make made draw put have "
+    "having some nice good great lovely pretty cool new of for with to in on at the this that "
+    "one another daughter son mother father friend boss teacher kids team wall really very much "
+    "again too then thanks cheers mate everyone anyone small big kind sort just only also here "
+    "what how if when it is was be been do does did and or but from by as an any more most "
+    "other love like think know "
 ).split()
 _BACKGROUND_TEMPLATES = [
     "{p} on a {c} background", "{p} with a {c} background", "{p}, {c} background",
