@@ -1,4 +1,4 @@
-"""GPU time of the elementwise kernels for each tile, and which GELU spelling has aten's bits.
+"""GPU time of the elementwise kernels for each tile.
 
 python benchmark/kernels/tile_sweep.py
 
@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark")]
 
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
 from timing import copy_ceiling_tbps, time_us  # noqa: E402
 
 from sglang.kernels.jit import CudaKernel  # noqa: E402
@@ -56,23 +55,7 @@ def gelu_case(tile: VectorTile, x: torch.Tensor, row: torch.Tensor) -> Case:
     return lambda: kernels.launch(x, mlp), 4 * (x.numel() + mlp.numel())
 
 
-def gelu_mismatches(variant: int, dtype: torch.dtype) -> int:
-    """How many of the 65536 values of `dtype` differ from aten's GELU, bit for bit."""
-    kernels = GeluTanhConcatKernels(VectorTile())
-    kernel = kernels.by_dtype[dtype]
-    kernel.defines += (f"GELU_VARIANT={variant}",)
-    _ready(kernel)
-    bits = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16)
-    values = bits.view(dtype).view(1, 64, 1024)
-    fused = kernels.launch(values, values)[..., 1024:].contiguous()
-    eager = F.gelu(values, approximate="tanh")
-    return int((fused.view(torch.int16) != eager.view(torch.int16)).sum())
-
-
 def main() -> None:
-    for variant in range(3):
-        counts = [gelu_mismatches(variant, dtype) for dtype in (torch.bfloat16, torch.float16)]
-        print(f"GELU_VARIANT={variant}: {counts[0]} bfloat16, {counts[1]} float16 values differ")
     row = torch.randn(1, HIDDEN, device="cuda", dtype=torch.bfloat16)
     print(f"{torch.cuda.get_device_name()}, copy {copy_ceiling_tbps():.2f} TB/s")
     for make_case in (gate_case, modulate_case, gelu_case):

@@ -227,8 +227,9 @@ def test_opcheck_on_cuda():
 @pytest.mark.parametrize("function", [gelu_tanh_concat, gelu_tanh_concat_cuda])
 def test_fullgraph_compile(function, fresh_inductor):
     tensors = inputs(1, 512, 3072, 12288)
-    compiled = torch.compile(lambda *t: function(*t).relu(), fullgraph=True)
-    assert_same_bits(compiled(*tensors), gelu_tanh_concat_reference(*tensors).relu())
+    # not relu: the GELU's underflow is -0, and eager and inductor differ on the sign of relu(-0)
+    compiled = torch.compile(lambda *t: function(*t) * 2, fullgraph=True)
+    assert_same_bits(compiled(*tensors), gelu_tanh_concat_reference(*tensors) * 2)
 
 
 @pytest.mark.cuda

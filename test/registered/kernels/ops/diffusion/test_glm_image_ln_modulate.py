@@ -387,7 +387,8 @@ def test_heads_fp16(shape):
 @pytest.mark.parametrize("head_dim", (4, 8, 60, 124))
 @pytest.mark.parametrize("tokens", (1, 7, 300))
 def test_head_sizes(head_dim, tokens):
-    check_heads(*(x.contiguous() for x in heads(1, tokens, 3, head_dim)))
+    # clone, not contiguous(): one token's view of a packed row is contiguous already, and unaligned
+    check_heads(*(x.clone() for x in heads(1, tokens, 3, head_dim)))
 
 
 @pytest.mark.cuda

@@ -8,27 +8,12 @@
 // The tanh-GELU of aten's CUDA kernel, in float32:
 //   0.5 x (1 + tanh(beta (x + kappa x^3))),  beta = sqrt(2 / pi)
 // with the one FMA that nvcc makes of aten's expression, and the full-precision tanhf.
-// GELU_VARIANT 0 leaves the contraction to the compiler, 2 forbids it (for tests of the choice).
-#ifndef GELU_VARIANT
-#define GELU_VARIANT 1
-#endif
-
 __device__ __forceinline__ float gelu_tanh(float x) {
   constexpr float kBeta = 0.79788456080286535588;
   constexpr float kKappa = 0.044715;
-#if GELU_VARIANT == 0
-  const float cube = x * x * x;
-  const float inner = kBeta * (x + kKappa * cube);
-  return 0.5f * x * (1.0f + tanhf(inner));
-#else
   const float cube = __fmul_rn(__fmul_rn(x, x), x);
-#if GELU_VARIANT == 1
   const float sum = __fmaf_rn(kKappa, cube, x);
-#else
-  const float sum = __fadd_rn(x, __fmul_rn(kKappa, cube));
-#endif
   return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(__fmul_rn(kBeta, sum))));
-#endif
 }
 
 template <typename T>
