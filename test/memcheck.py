@@ -1,0 +1,79 @@
+"""Every kernel once, at a ragged shape, for the memory checker:
+
+compute-sanitizer --tool memcheck --error-exitcode 1 python test/memcheck.py
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+
+import torch  # noqa: E402
+
+from sglang.kernels.ops.diffusion.fused_linear_gelu import fused_linear_gelu_tanh  # noqa: E402
+from sglang.kernels.ops.diffusion.fused_ln_modulate import fused_ln_modulate  # noqa: E402
+from sglang.kernels.ops.diffusion.gelu_tanh_concat import gelu_tanh_concat_cuda  # noqa: E402
+from sglang.kernels.ops.diffusion.modulate_scale_shift import (  # noqa: E402
+    modulate_scale_shift_cuda,
+)
+from sglang.kernels.ops.diffusion.residual_gate_add import residual_gate_add_cuda  # noqa: E402
+from sglang.kernels.ops.diffusion.triton.layernorm_modulate import (  # noqa: E402
+    fused_layernorm_modulate,
+    fused_qk_head_layernorm,
+)
+from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rope import (  # noqa: E402
+    fused_joint_qk_rmsnorm_rope,
+    fused_qk_rmsnorm_rope,
+)
+from sglang.kernels.ops.diffusion.triton.rmsnorm_scale_shift_bitexact import (  # noqa: E402
+    fused_rmsnorm_scale_shift_bitexact,
+    fused_scale_residual_rmsnorm_scale_shift_bitexact,
+)
+
+ROWS, HIDDEN, HEADS, HEAD_DIM, EPS = 301, 4096, 5, 128, 1e-6
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+@torch.inference_mode()
+def main() -> None:
+    x, update = normal(1, ROWS, HIDDEN), normal(1, ROWS, HIDDEN)
+    shift, scale, gate = normal(1, 3 * HIDDEN).chunk(3, dim=1)
+    weight, bias = normal(2 * HIDDEN, HIDDEN), normal(2 * HIDDEN)
+    norm = normal(HIDDEN)
+    q, k = normal(2, ROWS, HEADS, HEAD_DIM), normal(2, ROWS, HEADS, HEAD_DIM)
+    head_weight = normal(HEAD_DIM)
+    cos, sin = torch.randn(2, 2 * ROWS, HEAD_DIM, device="cuda")
+    calls = {
+        "residual_gate_add": lambda: residual_gate_add_cuda(x, update, gate[:, None]),
+        "modulate_scale_shift": lambda: modulate_scale_shift_cuda(x, scale, shift),
+        "gelu_tanh_concat": lambda: gelu_tanh_concat_cuda(x, normal(1, ROWS, 2 * HIDDEN)),
+        "fused_linear_gelu": lambda: fused_linear_gelu_tanh(x, weight, bias),
+        "fused_ln_modulate": lambda: fused_ln_modulate(x, scale, shift, EPS),
+        "layernorm_modulate": lambda: fused_layernorm_modulate(x, scale, shift, EPS),
+        "qk_head_layernorm": lambda: fused_qk_head_layernorm(q, k, EPS),
+        "qk_rmsnorm_rope": lambda: fused_qk_rmsnorm_rope(
+            q, k, head_weight, head_weight, cos[:ROWS], sin[:ROWS], EPS
+        ),
+        "joint_qk_rmsnorm_rope": lambda: fused_joint_qk_rmsnorm_rope(
+            q, k, q, k, *[head_weight] * 4, cos, sin, EPS
+        ),
+        "rmsnorm_scale_shift_bitexact": lambda: fused_rmsnorm_scale_shift_bitexact(
+            x, norm, scale, shift, EPS
+        ),
+        "scale_residual_rmsnorm_scale_shift_bitexact": lambda: (
+            fused_scale_residual_rmsnorm_scale_shift_bitexact(
+                x, update, gate, norm, scale, shift, EPS
+            )
+        ),
+    }
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        print("ran", name)
+
+
+if __name__ == "__main__":
+    main()
