@@ -66,6 +66,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--arms", default="eager,lossless,high", help="comma list, in this order")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--prompt", action="append", help="repeat for several prompts")
+    parser.add_argument("--captions", type=Path, help="JSON list of {caption: ...}: more prompts")
     parser.add_argument("--steps", type=int, help="default: the model's")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument(
@@ -79,7 +80,10 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--arms: got {unknown}, expected names of {list(ARMS)}")
     if args.runs < 2:
         parser.error(f"--runs: got {args.runs}, expected at least 2 (the first is dropped)")
-    args.prompts = args.prompt or [PROMPT]
+    args.prompts = args.prompt or []
+    if args.captions:
+        args.prompts += [row["caption"] for row in json.loads(args.captions.read_text())]
+    args.prompts = args.prompts or [PROMPT]
     return args
 
 
@@ -94,6 +98,7 @@ def main() -> int:
         rows = [row for prompt in args.prompts for row in bench_prompt(generator, prompt, args)]
     table = [asdict(row) for row in rows]
     print_table(table, omit=("stages", "prompt", "md5"))
+    print_similarity(rows)
     print_attribution(rows, args)
     if args.json:
         merge_rows(args.json, table, key=("model", "arm", "prompt"))
@@ -164,6 +169,17 @@ def similarity(image: "np.ndarray", reference: "np.ndarray") -> tuple[float | No
     if np.array_equal(image, reference):
         return None, ssim
     return float(peak_signal_noise_ratio(reference, image)), ssim
+
+
+def print_similarity(rows: list[GenerateRow]) -> None:
+    """Mean PSNR and SSIM of the high tier over all prompts; equal pictures have no PSNR."""
+    high = [row for row in rows if row.arm == "high" and row.ssim is not None]
+    finite = [row.psnr_db for row in high if row.psnr_db is not None]
+    if high:
+        ssim = statistics.mean(row.ssim for row in high)
+        psnr = f"{statistics.mean(finite):.2f} dB" if finite else "-"
+        equal = len(high) - len(finite)
+        print(f"high vs lossless: PSNR {psnr} over {len(finite)}, {equal} equal, SSIM {ssim:.4f}")
 
 
 def print_attribution(rows: list[GenerateRow], args: argparse.Namespace) -> None:
