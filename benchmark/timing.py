@@ -91,7 +91,7 @@ def _timed_call(
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(spin_cycles)  # the host queues everything below while the GPU spins
     if flush is not None:
-        flush.zero_()
+        flush.sum()
     start.record()
     fn()
     end.record()
@@ -158,4 +158,7 @@ def skip_compile() -> None:
 
 @functools.cache
 def _flush_buffer() -> torch.Tensor:
-    return torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    """Read before each timed call. A buffer that is written instead would leave L2 full of dirty
+    lines, and their write-back would be charged to the op."""
+    with torch.inference_mode(False):
+        return torch.zeros(L2_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")

@@ -1,4 +1,4 @@
-"""Picture i of a request has seed + i and equals the single picture with that seed, byte for byte."""
+"""Picture i of a request has seed + i and equals the single picture of that seed, byte for byte."""
 
 from sglang.multimodal_gen import DiffGenerator
 

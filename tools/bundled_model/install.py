@@ -129,21 +129,21 @@ other images or texts were used. The weights are under the MIT licence too. How 
 
 ## What it can do
 The things that the emoji set knows, by their names or common synonyms, in ordinary wording; a
-named colour on an everyday object ("a purple apple"); a background colour; two objects side by
-side; sizes from 64x64 to 256x256 (128x128 is best).
+named colour on an everyday object ("a purple apple"); a background colour. Pictures are made for
+128x128; other sizes from 64x64 to 256x256 keep the object but distort its shape.
 
 ## What it cannot do
-Anything outside the set, photographs, scenes, counting, spatial relations, readable text, fine
-detail, languages other than English. Unknown words give a random or blended icon. More than 48
-text tokens are cut.
+Two objects in one picture (both come out small and blurred), anything outside the set,
+photographs, scenes, counting, spatial relations, readable text, fine detail, languages other than
+English. Unknown words give a random or blended icon. More than 48 text tokens are cut.
 
 ## Measured
 VAE reconstruction {results["vae"]["psnr"]:.1f} dB (worst percent
 {results["vae"]["psnr_worst_percent"]:.1f} dB). Share of generated pictures whose nearest training
-picture (L2 on 32x32 RGB, over every icon and recoloured icon) is of the icon asked for, after
-{results["steps"]} training steps; `captions_200` are training captions, `phrasings_20x20` are 20
-ordinary phrasings (about half of them not among the training templates) of 20 names (half of them
-synonyms):
+picture (L2 on 32x32 RGB, over every icon and recoloured icon) is of the icon asked for, after a
+last run of {results["steps"]} training steps; `captions_200` are training captions,
+`phrasings_20x20` are 20 ordinary phrasings (about half of them not among the training templates)
+of 20 names (half of them synonyms):
 
 | list and settings | right |
 | --- | --- |

@@ -18,7 +18,8 @@ SOURCES = Path(__file__).parent / "csrc"
 class VectorTile:
     """How a block covers adjoining vectors: `block` threads, each with several loads in flight."""
 
-    block: int = 256
+    # best of 12 tiles for the three ops together on an H200: benchmark/kernels/tile_sweep.py
+    block: int = 128
     vectors_per_thread: int = 2
 
     def blocks(self, vectors: int) -> int:
