@@ -39,7 +39,7 @@ FLUX_SITES = {
     ("layernorm_modulate", (1, 4608, 3072)): 38,
     ("qk_rmsnorm_rope", (1, 4608, 24, 128)): 38,
     ("joint_qk_rmsnorm_rope", (1, 4608, 24, 128)): 19,
-    ("gelu_tanh_concat", (1, 4608, 3072)): 38,
+    ("gelu_tanh_concat", (1, 4608, 3072, 12288)): 38,
 }
 
 

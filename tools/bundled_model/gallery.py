@@ -14,7 +14,7 @@ from sglang.multimodal_gen import DiffGenerator
 
 PLAIN = [
     "a rocket", "a butterfly", "a castle", "an octopus", "a birthday cake", "a unicorn",
-    "a strawberry", "an astronaut", "a sailboat", "a robot", "a blue car", "a banana and a crown",
+    "a strawberry", "an astronaut", "a sailboat", "a robot", "a blue car", "a wizard",
 ]  # fmt: skip
 
 
