@@ -30,6 +30,10 @@ class ComponentLoader:
     dummy: bool
     device: torch.device
 
+    def weight_bytes(self) -> int:
+        """Bytes of all components' safetensors files; 0 where weights are random."""
+        return sum(path.stat().st_size for path in self.folder.glob("*/*.safetensors"))
+
     def config(self, name: str, file: str = "config.json") -> dict[str, Any]:
         """A component's JSON config."""
         return read_json(self.folder / name / file)

@@ -17,6 +17,7 @@ from sglang.multimodal_gen.runtime.loader.dummy import ByteTokenizer
 from sglang.multimodal_gen.runtime.models.dits.flux import FluxParams, FluxTransformer2DModel
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import FlowMatchEulerConfig
 from sglang.multimodal_gen.runtime.pipelines.base import LoadProgress, Pipeline
+from sglang.multimodal_gen.runtime.pipelines.residency import offloads_text_encoders
 from sglang.multimodal_gen.runtime.pipelines.stages.decoding import DecodingStage
 from sglang.multimodal_gen.runtime.pipelines.stages.denoising import DenoisingStage
 from sglang.multimodal_gen.runtime.pipelines.stages.latent_preparation import LatentPreparationStage
@@ -38,7 +39,8 @@ def build_flux(
         part: args.precision(part, device.type) for part in ("dit", "vae", "text_encoder")
     }
     dit, vae_dtype, text_dtype = (DTYPES[precisions[p]] for p in ("dit", "vae", "text_encoder"))
-    text_device = torch.device("cpu") if args.offload_text_encoder else device
+    offload = offloads_text_encoders(args, loader)
+    text_device = torch.device("cpu") if offload else device
 
     on_load("transformer", 0, 4)
     params = params_from_config(FluxParams, loader.config("transformer"))
@@ -71,5 +73,5 @@ def build_flux(
         device=device,
         attention_backend=backend,
         precisions=precisions,
-        offloaded=(clip, t5) if args.offload_text_encoder else (),
+        offloaded=(clip, t5) if offload else (),
     )
