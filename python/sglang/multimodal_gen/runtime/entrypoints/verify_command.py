@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PROG = "sglang verify"
 REQUEST_DEFAULTS = {"prompt": "a red apple", "num_inference_steps": 1}
 TIMED_CALLS = 20
+TABLE_WIDTH = 140
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,14 @@ def _call_us(fn: Callable[..., Any], args: tuple[Any, ...]) -> float:
 
 def _print_rows(rows: list[SiteRow], has_gpu: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console()
+    if not console.is_terminal:
+        console.width = TABLE_WIDTH  # a pipe has no width of its own, and names must not be cut
     if not has_gpu:
         console.print("No CUDA GPU here: every site runs its eager chain, which is the reference.")
-    table = Table("op", "shape", "sites", "status", "fused us", "eager us", "reason")
+    table = Table(Column("op", no_wrap=True), "shape", "sites", "status", "fused us", "eager us", "reason")
     for row in rows:
         times = ("" if us is None else f"{us:.1f}" for us in (row.fused_us, row.eager_us))
         table.add_row(row.op, row.shape, str(row.sites or ""), row.status, *times, row.reason)
