@@ -156,7 +156,9 @@ def _print_rows(rows: list[SiteRow], has_gpu: bool) -> None:
         console.width = TABLE_WIDTH  # a pipe has no width of its own, and names must not be cut
     if not has_gpu:
         console.print("No CUDA GPU here: every site runs its eager chain, which is the reference.")
-    table = Table(Column("op", no_wrap=True), "shape", "sites", "status", "fused us", "eager us", "reason")
+    table = Table(
+        Column("op", no_wrap=True), "shape", "sites", "status", "fused us", "eager us", "reason"
+    )
     for row in rows:
         times = ("" if us is None else f"{us:.1f}" for us in (row.fused_us, row.eager_us))
         table.add_row(row.op, row.shape, str(row.sites or ""), row.status, *times, row.reason)
