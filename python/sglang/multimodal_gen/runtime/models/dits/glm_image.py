@@ -1,0 +1,401 @@
+"""The GLM-Image transformer, whole and top-down: model, block, attention, norms, fused sites.
+
+Module and parameter names are those of the diffusers checkpoint, so weights load unchanged. The
+eager chain is `torch.equal` to `diffusers.GlmImageTransformer2DModel` 0.42.1 under the same
+attention backend. Every fused site goes through one `_glm_*` function at the end of the file.
+
+What does not change over the steps of an image (projected text, projected prior, rotary tables) is
+made once by `condition` and `glm_rope_tables`, and handed to every `forward`.
+
+Shape legend: B batch, C latent channels, h x w latent size, p patch size, S = (h / p) * (w / p)
+image tokens, T text tokens, J = T + S joint tokens, D hidden, H heads, E head size, V conditioning
+width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate
+from sglang.kernels.ops.diffusion.fused_linear_gelu import (
+    can_fuse_linear_gelu,
+    fused_gelu_active,
+    fused_linear_gelu_tanh,
+    mark_fused_gelu_site,
+)
+from sglang.kernels.ops.diffusion.residual_gate_add import (
+    can_use_residual_gate_add_cuda,
+    residual_gate_add_cuda,
+    residual_gate_add_reference,
+)
+from sglang.kernels.ops.diffusion.triton.layernorm_modulate import (
+    can_use_fused_layernorm_modulate,
+    can_use_fused_qk_head_layernorm,
+    fused_layernorm_modulate,
+    fused_qk_head_layernorm,
+    layernorm_modulate_reference,
+    qk_head_layernorm_reference,
+)
+from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
+from sglang.multimodal_gen.runtime.layers.fused_site import run_site
+from sglang.multimodal_gen.runtime.layers.rotary import Rope
+from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
+    SiluProjection,
+    sinusoidal_embedding,
+)
+
+LN_EPS = 1e-5
+ROPE_THETA = 10000.0
+ADALN_ROWS = 12  # shift, scale, gate of two sites in two streams
+
+GLM_LN_MODULATE = BitExactFusionGate("glm_image.layernorm_modulate", per_signature=True)
+GLM_QK_LAYERNORM = BitExactFusionGate("glm_image.qk_layernorm", per_signature=True)
+GLM_RESIDUAL_GATE_ADD = BitExactFusionGate("glm_image.residual_gate_add", per_signature=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmImageParams:
+    """`transformer/config.json`; the defaults are the reference's."""
+
+    patch_size: int = 2
+    in_channels: int = 16
+    out_channels: int = 16
+    num_layers: int = 30
+    attention_head_dim: int = 40
+    num_attention_heads: int = 64
+    text_embed_dim: int = 1472
+    time_embed_dim: int = 512
+    condition_dim: int = 256
+    prior_vq_quantizer_codebook_size: int = 16384
+
+    @property
+    def hidden(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+
+@dataclass(frozen=True)
+class GlmCondition:
+    """A prompt and a prior, projected to the model's width; the same at every step."""
+
+    text: torch.Tensor  # [B, T, D]
+    prior: torch.Tensor  # [B, S, D]
+
+
+class GlmImageTransformer2DModel(nn.Module):
+    """Predicts the flow velocity of latents from glyph text and prior image tokens."""
+
+    Params = GlmImageParams
+
+    def __init__(self, params: GlmImageParams, attention: AttentionBackend) -> None:
+        super().__init__()
+        if params.attention_head_dim % 4:
+            raise ValueError(
+                f"attention_head_dim: got {params.attention_head_dim}, expected a multiple of 4"
+                " (rows and columns each rotate pairs of channels)"
+            )
+        self.params = params
+        dim = params.hidden
+        self.image_projector = GlmImageProjector(params.in_channels, dim, params.patch_size)
+        self.glyph_projector = GlmFeedForward(GlmGELU(params.text_embed_dim, dim), dim)
+        self.prior_token_embedding = nn.Embedding(params.prior_vq_quantizer_codebook_size, dim)
+        self.prior_projector = GlmFeedForward(GlmLinearSilu(dim, dim), dim)
+        self.time_condition_embed = GlmTimeConditionEmbed(
+            params.time_embed_dim, params.condition_dim
+        )
+        self.transformer_blocks = nn.ModuleList(
+            GlmImageTransformerBlock(params, attention) for _ in range(params.num_layers)
+        )
+        self.norm_out = GlmImageAdaLayerNormContinuous(dim, params.time_embed_dim)
+        self.proj_out = nn.Linear(dim, params.patch_size**2 * params.out_channels)
+
+    def condition(
+        self, glyphs: torch.Tensor, prior_ids: torch.Tensor, *, drop_prior: bool
+    ) -> GlmCondition:
+        """What every step of an image shares.
+
+        glyphs [B, T, text_embed_dim] in the model's dtype; prior_ids int64 [B, S] codebook indices.
+        With `drop_prior` (the unconditional branch) the prior's embedding is zeroed.
+        """
+        prior = self.prior_token_embedding(prior_ids)
+        if drop_prior:
+            prior = prior * 0.0
+        return GlmCondition(self.glyph_projector(glyphs), self.prior_projector(prior))
+
+    def forward(
+        self,
+        latents: torch.Tensor,
+        condition: GlmCondition,
+        timestep: torch.Tensor,
+        target_size: torch.Tensor,
+        rope: Rope,
+    ) -> torch.Tensor:
+        """Velocity of `latents`.
+
+        latents [B, C, h, w] in the model's dtype; timestep float32 [B] in -1..999; target_size
+        [B, 2] (height, width) in pixels; rope of `glm_rope_tables`. Returns [B, C, h, w].
+        """
+        # embed inputs and conditioning; the prior is added token by token
+        img = self.image_projector(latents) + condition.prior
+        txt = condition.text
+        vec = self.time_condition_embed(timestep, target_size, img.dtype)
+
+        # dual-stream blocks with shared attention and feed-forward weights
+        for block in self.transformer_blocks:
+            img, txt = block(img, txt, vec, rope)
+
+        # project image tokens back to latents
+        img = self.proj_out(self.norm_out(img, vec))
+        return unpatchify(img, latents.shape[-2], latents.shape[-1], self.params.patch_size)
+
+
+def unpatchify(tokens: torch.Tensor, height: int, width: int, patch: int) -> torch.Tensor:
+    """[B, S, C p p] -> [B, C, height, width]; height and width are those of the latents."""
+    grid = tokens.unflatten(1, (height // patch, width // patch))
+    grid = grid.unflatten(-1, (-1, patch, patch))
+    return grid.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+
+
+def glm_rope_tables(rows: int, columns: int, head_dim: int) -> Rope:
+    """Rotary tables of an image of rows x columns tokens: (cos, sin), float32 [S, E] on the CPU.
+
+    A quarter of the channels turns with the row, a quarter with the column, and both halves of the
+    head share the angles. float32 on the CPU, as the reference forms them on every device.
+    """
+    half = head_dim // 2
+    exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
+    frequencies = 1.0 / (ROPE_THETA**exponents)
+    row_angles = torch.outer(torch.arange(rows), frequencies)[:, None].expand(-1, columns, -1)
+    column_angles = torch.outer(torch.arange(columns), frequencies)[None].expand(rows, -1, -1)
+    angles = torch.cat([row_angles, column_angles], dim=-1)
+    angles = torch.cat([angles, angles], dim=-1).reshape(rows * columns, -1)
+    return angles.cos(), angles.sin()
+
+
+class GlmTimeConditionEmbed(nn.Module):
+    """Conditioning vector: timestep + crop corner and target size."""
+
+    def __init__(self, time_embed_dim: int, condition_dim: int) -> None:
+        super().__init__()
+        self.time_embed_dim = time_embed_dim
+        self.condition_dim = condition_dim
+        self.timestep_embedder = SiluProjection(time_embed_dim, time_embed_dim)
+        self.condition_embedder = SiluProjection(4 * condition_dim, time_embed_dim)
+
+    def forward(
+        self, timestep: torch.Tensor, target_size: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """timestep [B], target_size [B, 2]; the crop corner is (0, 0). Returns [B, V]."""
+        time = sinusoidal_embedding(timestep, self.time_embed_dim)
+        corner_and_size = torch.cat([torch.zeros_like(target_size), target_size], dim=1)
+        sizes = sinusoidal_embedding(corner_and_size.flatten(), self.condition_dim)
+        sizes = sizes.view(target_size.shape[0], -1)
+        vec = self.timestep_embedder(time.to(dtype)) + self.condition_embedder(sizes.to(dtype))
+        return F.silu(vec)
+
+
+class GlmImageProjector(nn.Module):
+    """Patches of p x p latents to tokens."""
+
+    def __init__(self, in_channels: int, hidden: int, patch_size: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = nn.Linear(in_channels * patch_size**2, hidden)
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        """[B, C, h, w] -> [B, S, D]."""
+        b, c, h, w = latents.shape
+        p = self.patch_size
+        patches = latents.reshape(b, c, h // p, p, w // p, p).permute(0, 2, 4, 1, 3, 5)
+        return self.proj(patches.flatten(3, 5).flatten(1, 2))
+
+
+class GlmImageTransformerBlock(nn.Module):
+    """Image and text with modulations of their own, one attention and one feed-forward."""
+
+    def __init__(self, params: GlmImageParams, attention: AttentionBackend) -> None:
+        super().__init__()
+        dim = params.hidden
+        self.norm1 = GlmImageAdaLayerNormZero(params.time_embed_dim, dim)
+        self.attn1 = GlmImageAttention(params, attention)
+        self.ff = GlmFeedForward(GlmTanhGELU(dim, 4 * dim), dim)
+
+    def forward(
+        self, img: torch.Tensor, txt: torch.Tensor, vec: torch.Tensor, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """img [B, S, D], txt [B, T, D], vec [B, V]. Returns (img, txt)."""
+        # modulate both streams for attention
+        img_norm, *img_rows, txt_norm, txt_gate, txt_shift, txt_scale, txt_mlp_gate = self.norm1(
+            img, txt, vec
+        )
+        img_gate, img_shift, img_scale, img_mlp_gate = img_rows
+
+        # attention over the joint sequence
+        img_attn, txt_attn = self.attn1(img_norm, txt_norm, rope)
+        img = _glm_residual_gate_add(img, img_attn, img_gate[:, None])
+        txt = _glm_residual_gate_add(txt, txt_attn, txt_gate[:, None])
+
+        # feed-forward, stream by stream
+        img_ff = self.ff(_glm_ln_modulate(img, img_scale, img_shift))
+        txt_ff = self.ff(_glm_ln_modulate(txt, txt_scale, txt_shift))
+        img = _glm_residual_gate_add(img, img_ff, img_mlp_gate[:, None])
+        txt = _glm_residual_gate_add(txt, txt_ff, txt_mlp_gate[:, None])
+        return img, txt
+
+
+class GlmImageAdaLayerNormZero(nn.Module):
+    """Modulated LayerNorm of both streams; no SiLU before its linear, rows of the two in turn."""
+
+    def __init__(self, embedding_dim: int, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(embedding_dim, ADALN_ROWS * dim)
+
+    def forward(
+        self, img: torch.Tensor, txt: torch.Tensor, vec: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """img [B, S, D], txt [B, T, D], vec [B, V].
+
+        Returns (img, gate_msa, shift_mlp, scale_mlp, gate_mlp) and the same five of txt.
+        """
+        rows = self.linear(vec).chunk(ADALN_ROWS, dim=1)
+        img_shift, img_scale, *img_rows = rows[::2]
+        txt_shift, txt_scale, *txt_rows = rows[1::2]
+        img = _glm_ln_modulate(img, img_scale, img_shift)
+        txt = _glm_ln_modulate(txt, txt_scale, txt_shift)
+        return img, *img_rows, txt, *txt_rows
+
+
+class GlmImageAdaLayerNormContinuous(nn.Module):
+    """The last norm. Its linear gives scale first, then shift, and has no activation before it."""
+
+    def __init__(self, dim: int, embedding_dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(embedding_dim, 2 * dim)
+
+    def forward(self, x: torch.Tensor, vec: torch.Tensor) -> torch.Tensor:
+        """x [B, S, D], vec [B, V]. Returns [B, S, D]."""
+        scale, shift = self.linear(vec).chunk(2, dim=1)
+        return _glm_ln_modulate(x, scale, shift)
+
+
+class GlmImageAttention(nn.Module):
+    """Attention over text and image with normalised queries and keys; only the image is rotated.
+
+    `to_out.1` is the reference's dropout, which does nothing here.
+    """
+
+    def __init__(self, params: GlmImageParams, attention: AttentionBackend) -> None:
+        super().__init__()
+        dim = params.hidden
+        self.head_dim = params.attention_head_dim
+        self.attention = attention
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim), nn.Identity()])
+
+    def forward(
+        self, img: torch.Tensor, txt: torch.Tensor, rope: Rope
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """img [B, S, D], txt [B, T, D] -> (img, txt), projected."""
+        # text comes first in the joint sequence
+        text_tokens = txt.shape[1]
+        joint = torch.cat([txt, img], dim=1)
+        q, k, v = (self._heads(proj(joint)) for proj in (self.to_q, self.to_k, self.to_v))
+        q, k = _glm_qk_layernorm(q, k)
+        q[:, text_tokens:] = rotate(q[:, text_tokens:], rope)
+        k[:, text_tokens:] = rotate(k[:, text_tokens:], rope)
+        out = self.to_out[0](self.attention(q, k, v))
+        txt, img = out.split_with_sizes([text_tokens, img.shape[1]], dim=1)
+        return img, txt
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Rotate channel i with channel i + E/2, in float32. x [B, S, H, E] -> the same."""
+    cos, sin = (table[None, :, None] for table in rope)
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+
+
+class GlmFeedForward(nn.Module):
+    """Activated projection, then a linear. `net.1` is the reference's dropout."""
+
+    def __init__(self, activated_projection: nn.Module, dim: int) -> None:
+        super().__init__()
+        inner = activated_projection.proj.out_features
+        self.net = nn.ModuleList([activated_projection, nn.Identity(), nn.Linear(inner, dim)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net[2](self.net[0](x))
+
+
+class GlmTanhGELU(nn.Module):
+    """Projection and tanh-GELU; the GELU joins the GEMM while `quality="high"` is mounted."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_features, out_features)
+        mark_fused_gelu_site(self, "proj")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if fused_gelu_active(self) and can_fuse_linear_gelu(self.proj, x):
+            return fused_linear_gelu_tanh(x, self.proj.weight, self.proj.bias)
+        return F.gelu(self.proj(x), approximate="tanh")
+
+
+class GlmGELU(nn.Module):
+    """Projection and exact GELU."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_features, out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(self.proj(x))
+
+
+class GlmLinearSilu(nn.Module):
+    """Projection and SiLU."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_features, out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.proj(x))
+
+
+# Fused sites: the fused op where its predicate allows and its gate has proven it, else eager.
+
+
+def _glm_ln_modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """LayerNorm(x) * (1 + scale) + shift. x [B, L, D], rows [B, D]; 121 sites a forward."""
+    fused = fused_layernorm_modulate if can_use_fused_layernorm_modulate(x, scale, shift) else None
+    args = (x, scale, shift, LN_EPS)
+    return run_site(GLM_LN_MODULATE, fused, layernorm_modulate_reference, *args)
+
+
+def _glm_qk_layernorm(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """LayerNorm over each head of q and k. [B, J, H, E]; 30 sites a forward. New tensors."""
+    fused = fused_qk_head_layernorm if can_use_fused_qk_head_layernorm(q, k) else None
+    return run_site(GLM_QK_LAYERNORM, fused, qk_head_layernorm_reference, q, k, LN_EPS)
+
+
+def _glm_residual_gate_add(
+    residual: torch.Tensor, update: torch.Tensor, gate: torch.Tensor
+) -> torch.Tensor:
+    """residual + gate * update. [B, L, D], gate [B, 1, D]; 120 sites a forward, fp32 eager."""
+    usable = residual.dtype != torch.float32 and can_use_residual_gate_add_cuda(
+        residual, update, gate
+    )
+    return run_site(
+        GLM_RESIDUAL_GATE_ADD,
+        residual_gate_add_cuda if usable else None,
+        residual_gate_add_reference,
+        residual,
+        update,
+        gate,
+    )
