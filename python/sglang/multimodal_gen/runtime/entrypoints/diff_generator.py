@@ -134,7 +134,7 @@ class DiffGenerator:
             image=Image.fromarray(image.pixels),
             frames=image.pixels if params.return_frames else None,
             prompt=image.prompt,
-            revised_prompt=None,
+            revised_prompt=image.revised_prompt,
             seed=image.seed,
             size=(params.width, params.height),
             output_file_path=None,

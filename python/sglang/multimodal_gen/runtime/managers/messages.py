@@ -26,6 +26,7 @@ class ImageOutput:
     seed: int
     pixels: np.ndarray  # [height, width, 3] uint8
     step_seconds: tuple[float, ...]
+    revised_prompt: str | None = None  # what a prompt enhancer made of it
 
 
 @dataclass(frozen=True)

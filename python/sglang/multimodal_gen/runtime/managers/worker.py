@@ -124,8 +124,14 @@ def numeric_switches(device: torch.device) -> Iterator[None]:
 
 def _image_output(image: ImageState) -> ImageOutput:
     asked = image.request
-    steps = tuple(image.step_seconds)
-    return ImageOutput(asked.index, asked.prompt, asked.seed, image.pixels, steps)
+    return ImageOutput(
+        index=asked.index,
+        prompt=asked.prompt,
+        seed=asked.seed,
+        pixels=image.pixels,
+        step_seconds=tuple(image.step_seconds),
+        revised_prompt=image.revised_prompt,
+    )
 
 
 def _progress(emit: EmitProgress, on_step: Callable[[], None]) -> ProgressCallback:

@@ -2,9 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,14 +28,15 @@ class Pipeline:
     attention_backend: str
     precisions: dict[str, str]
     compiled: bool = False  # torch.compile changes rounding: never reported as lossless
-    offloaded: Sequence[torch.nn.Module] = ()  # wait in host memory outside the first stage
+    # stage name -> modules that wait in host memory outside that stage
+    offloaded: Mapping[str, Sequence[torch.nn.Module]] = field(default_factory=dict)
 
     def run(self, batch: BatchState) -> dict[str, float]:
         """Run every stage over the batch. Returns stage name -> seconds."""
         seconds = {}
         for stage in self.stages:
             start = time.perf_counter()
-            with self._on_device(self.offloaded if stage is self.stages[0] else ()):
+            with self._on_device(self.offloaded.get(stage.name, ())):
                 stage(batch)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)

@@ -73,5 +73,5 @@ def build_flux(
         device=device,
         attention_backend=backend,
         precisions=precisions,
-        offloaded=(clip, t5) if offload else (),
+        offloaded={text.name: (clip, t5)} if offload else {},
     )

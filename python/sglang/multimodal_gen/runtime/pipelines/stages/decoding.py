@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.pipelines.stages.checks import require_finite
 from sglang.multimodal_gen.runtime.pipelines.stages.latent_preparation import unpack_latents
 from sglang.multimodal_gen.runtime.pipelines.stages.state import BatchState
@@ -20,19 +21,19 @@ class DecodingStage:
 
     def __call__(self, batch: BatchState) -> None:
         for index, image in enumerate(batch.images):
-            latents = unpack_latents(
-                image.latents,
-                batch.params.height // self.vae_scale,
-                batch.params.width // self.vae_scale,
-            )
-            image.pixels = self.decode(latents)
+            image.pixels = self.decode(self.vae_latents(image.latents, batch.params))
             image.latents = None
             batch.on_progress("decode", index + 1, len(batch.images))
 
-    def decode(self, latents: torch.Tensor) -> np.ndarray:
-        """[1, c, h, w] latents -> uint8 [H, W, 3]."""
+    def vae_latents(self, latents: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+        """Denoised latents -> [1, c, h, w] as the VAE has them."""
+        height, width = params.height // self.vae_scale, params.width // self.vae_scale
         config = self.vae.config
-        latents = (latents / config.scaling_factor) + config.shift_factor
+        latents = unpack_latents(latents, height, width) / config.scaling_factor
+        return latents + config.shift_factor
+
+    def decode(self, latents: torch.Tensor) -> np.ndarray:
+        """[1, c, h, w] as the VAE has them -> uint8 [H, W, 3]."""
         decoded = self.vae.decode(latents.to(self.vae.dtype), return_dict=False)[0]
         require_finite(self.name, "decoded image", decoded)
         return to_uint8(decoded)

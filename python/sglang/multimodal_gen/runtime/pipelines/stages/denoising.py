@@ -49,12 +49,12 @@ class DenoisingStage:
                 require_finite(self.name, "latents", image.latents)
 
     def denoise(self, image: ImageState, batch: BatchState, label: str) -> torch.Tensor:
-        """The loop over timesteps. Returns latents [1, S, C]."""
+        """The loop over timesteps. Returns latents of the same shape."""
         latents, steps = image.latents, batch.params.num_inference_steps
         guidance = self._guidance(batch.params.guidance_scale)
         clock = StepClock(self.device)
         for i in range(steps):
-            timestep = image.timesteps[i].expand(1).to(latents.dtype) / 1000
+            timestep = image.timesteps[i].expand(1).to(latents.dtype)
             velocity = self._velocity(image, image.text, latents, timestep, guidance)
             if batch.true_cfg:
                 negative = self._velocity(image, image.negative_text, latents, timestep, guidance)
@@ -73,9 +73,10 @@ class DenoisingStage:
         timestep: torch.Tensor,
         guidance: torch.Tensor | None,
     ) -> torch.Tensor:
+        """One forward; timestep is [1], in 0..1000, of the latents' dtype."""
         txt_ids = torch.zeros(text.tokens.shape[1], 3, device=self.device, dtype=latents.dtype)
         return self.transformer(
-            latents, text.tokens, text.pooled, timestep, image.img_ids, txt_ids, guidance
+            latents, text.tokens, text.pooled, timestep / 1000, image.img_ids, txt_ids, guidance
         )
 
     def _guidance(self, scale: float) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ class TextEmbeds:
     """One encoded prompt."""
 
     tokens: torch.Tensor  # [1, T, joint_attention_dim]
-    pooled: torch.Tensor  # [1, pooled_projection_dim]
+    pooled: torch.Tensor | None = None  # [1, pooled_projection_dim], where the model reads it
 
 
 @dataclass
@@ -29,14 +29,20 @@ class ImageState:
     """One image on its way through the stages; each stage fills its own fields."""
 
     request: ImageRequest
+    revised_prompt: str | None = None  # what a prompt enhancer made of the prompt
     text: TextEmbeds | None = None
     negative_text: TextEmbeds | None = None  # set exactly when true CFG runs
-    latents: torch.Tensor | None = None  # [1, S, C], noise, then the denoised latents
+    latents: torch.Tensor | None = None  # [1, S, C] or [1, C, h, w]: noise, then denoised
     img_ids: torch.Tensor | None = None  # [S, 3] positions
     sigmas: torch.Tensor | None = None  # [N + 1] float32 on the device
     timesteps: torch.Tensor | None = None  # [N] float32 on the device
     step_seconds: list[float] = field(default_factory=list)
     pixels: np.ndarray | None = None  # [height, width, 3] uint8
+
+    @property
+    def prompt(self) -> str:
+        """The prompt that is drawn: the revised one where there is one."""
+        return self.request.prompt if self.revised_prompt is None else self.revised_prompt
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """Prompts to embeddings: CLIP gives the pooled vector, T5 the token sequence."""
 
+import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,19 +27,7 @@ class TextEncodingStage:
     name: str = "TextEncodingStage"
 
     def __call__(self, batch: BatchState) -> None:
-        length = batch.params.max_sequence_length
-        encoded: dict[str, TextEmbeds] = {}
-        for image in batch.images:
-            image.text = self._encode_once(image.request.prompt, length, encoded)
-            if batch.true_cfg:
-                image.negative_text = self._encode_once(
-                    image.request.negative_prompt, length, encoded
-                )
-
-    def _encode_once(self, prompt: str, length: int, encoded: dict[str, TextEmbeds]) -> TextEmbeds:
-        if prompt not in encoded:
-            encoded[prompt] = self.encode(prompt, length)
-        return encoded[prompt]
+        encode_prompts(batch, self.encode)
 
     def encode(self, prompt: str, max_sequence_length: int) -> TextEmbeds:
         """One prompt -> tokens [1, max_sequence_length, D2] and pooled [1, D1]."""
@@ -48,6 +38,16 @@ class TextEncodingStage:
         require_finite(self.name, "CLIP embedding", pooled)
         require_finite(self.name, "T5 embedding", tokens)
         return TextEmbeds(tokens.to(self.dtype), pooled.to(self.dtype))
+
+
+def encode_prompts(batch: BatchState, encode: Callable[[str, int], TextEmbeds]) -> None:
+    """Fill the images' embeddings by `encode(prompt, max_sequence_length)`, once a text."""
+    encode_once = functools.cache(encode)
+    length = batch.params.max_sequence_length
+    for image in batch.images:
+        image.text = encode_once(image.prompt, length)
+        if batch.true_cfg:
+            image.negative_text = encode_once(image.request.negative_prompt, length)
 
 
 def tokenize(tokenizer: Any, prompt: str, max_length: int, encoder: str) -> torch.Tensor:
