@@ -1,0 +1,155 @@
+"""GLM-Image's autoregressive prior: the tokens of transformers' `generate` for the same draws."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from sglang.multimodal_gen.runtime.models.glm_image_ar import (
+    GlmImageDecoder,
+    SamplingRule,
+    choose_token,
+    exponential_noise,
+    token_positions,
+)
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.tiny_glm import CODEBOOK, glm_ar_model, glm_processor
+
+register_cpu_ci(est_time=40, suite="base-a-test-cpu")
+register_cuda_ci(est_time=30, stage="base-b-kernel-unit", runner_config="1-gpu-large")
+
+RULES = {
+    "defaults": SamplingRule(),
+    "published": SamplingRule(temperature=0.9, top_k=0, top_p=0.75),
+    "all": SamplingRule(temperature=1.3, top_k=5, top_p=0.9),
+    "one": SamplingRule(top_k=1),
+}
+SIZES = [(32, 32), (64, 96), (128, 32)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return glm_ar_model()
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return glm_processor()
+
+
+def inputs_of(processor, prompt, height, width):
+    """What diffusers' pipeline hands to `generate`."""
+    message = {"role": "user", "content": [{"type": "text", "text": prompt}]}
+    return processor.apply_chat_template(
+        [[message]],
+        tokenize=True,
+        padding=False,
+        target_h=height,
+        target_w=width,
+        return_dict=True,
+        return_tensors="pt",
+    )
+
+
+def grids_of(inputs):
+    """(rows, columns) in the order in which they are named: the preview first."""
+    return [tuple(grid[1:]) for grid in inputs["image_grid_thw"].tolist()][::-1]
+
+
+def reference_tokens(model, inputs, rule, seed):
+    """`generate` with its draws from the global generator; the end token is left out."""
+    count = int(inputs["image_grid_thw"].prod(-1).sum())
+    settings = {"do_sample": False}
+    if rule is not None:
+        settings = {"do_sample": True, **dataclasses.asdict(rule)}
+    torch.manual_seed(seed)
+    out = model.generate(**inputs, max_new_tokens=count + 1, **settings)
+    return out[0, inputs["input_ids"].shape[1] :][:count]
+
+
+def our_tokens(model, inputs, rule, seed):
+    grids = grids_of(inputs)
+    count = sum(rows * columns for rows, columns in grids)
+    generator = torch.Generator().manual_seed(seed)
+    noise = None if rule is None else exponential_noise(generator, count, CODEBOOK)
+    decoder = GlmImageDecoder(model, rule or SamplingRule())
+    return decoder.generate(inputs["input_ids"], grids, noise)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize("rule", [*RULES, "greedy"])
+def test_tokens_equal_those_of_generate(model, processor, rule, size):
+    inputs = inputs_of(processor, "ein roter Apfel 'OPEN' 漢字", *size)
+    expected = reference_tokens(model, inputs, RULES.get(rule), seed=5)
+    assert expected.unique().numel() > 4, "the tokens are (nearly) constant"
+    assert torch.equal(our_tokens(model, inputs, RULES.get(rule), seed=5), expected)
+
+
+def test_the_seed_and_the_prompt_decide(model, processor):
+    inputs = inputs_of(processor, "a cat", 32, 32)
+    other = inputs_of(processor, "a dog", 32, 32)
+    rule = RULES["published"]
+    first = our_tokens(model, inputs, rule, seed=1)
+    assert torch.equal(first, our_tokens(model, inputs, rule, seed=1))
+    assert not torch.equal(first, our_tokens(model, inputs, rule, seed=2))
+    assert not torch.equal(first, our_tokens(model, other, rule, seed=1))
+
+
+def test_the_global_generator_is_neither_read_nor_seeded(model, processor):
+    inputs = inputs_of(processor, "a cat", 32, 32)
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    first = our_tokens(model, inputs, RULES["defaults"], seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(12)
+    assert torch.equal(our_tokens(model, inputs, RULES["defaults"], seed=1), first)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (1024, 1024)], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_positions_equal_the_reference(model, processor, size):
+    inputs = inputs_of(processor, "a cat", *size)
+    ids = inputs["input_ids"]
+    prompt, _ = model.model.get_rope_index(ids, image_grid_thw=inputs["image_grid_thw"])
+    named = model.model._cached_decode_position_ids[0, :, :-1]  # the last is the end marker's
+    expected = torch.cat([prompt[:, 0], named], dim=1)
+    assert torch.equal(token_positions(ids.shape[1], grids_of(inputs)), expected)
+
+
+def test_every_token_is_announced(model, processor):
+    inputs, heard = inputs_of(processor, "a cat", 32, 32), []
+    decoder = GlmImageDecoder(model, SamplingRule())
+    tokens = decoder.generate(inputs["input_ids"], grids_of(inputs), None, heard.append)
+    assert heard == list(range(1, len(tokens) + 1))
+
+
+def test_a_choice_is_the_draw_of_multinomial():
+    logits = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * 3
+    everything = SamplingRule(top_k=0)
+    for seed, row in enumerate(logits[:, None]):
+        noise = exponential_noise(torch.Generator().manual_seed(seed), 1, 512)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.multinomial(torch.softmax(row, dim=-1), 1, generator=generator)
+        assert torch.equal(choose_token(row, everything, noise), drawn[0])
+
+
+def test_settings_that_the_sampler_lacks_are_refused():
+    with pytest.raises(ValueError, match=r"got \['repetition_penalty'\].*lacks"):
+        SamplingRule.from_generation_config(GenerationConfig(repetition_penalty=1.2))
+    config = GenerationConfig(do_sample=True, temperature=0.9, top_p=0.75, eos_token_id=3)
+    assert SamplingRule.from_generation_config(config) == SamplingRule(0.9, 50, 0.75)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loop_is_deterministic_on_cuda(model, processor, dtype):
+    on_gpu = glm_ar_model().to("cuda", dtype)
+    inputs = inputs_of(processor, "a cat", 64, 96)
+    grids = grids_of(inputs)
+    count = sum(rows * columns for rows, columns in grids)
+    noise = exponential_noise(torch.Generator().manual_seed(0), count, CODEBOOK).to("cuda")
+    decoder = GlmImageDecoder(on_gpu, RULES["published"])
+    ids = inputs["input_ids"].to("cuda")
+    tokens = [decoder.generate(ids, grids, noise) for _ in range(3)]
+    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
+    assert tokens[0].unique().numel() > 4
