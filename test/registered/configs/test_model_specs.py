@@ -85,9 +85,9 @@ def broken_folders(root):
     (root / "empty").mkdir()
     yield root / "missing", "a folder that exists"
     yield root / "empty", "has no model_index.json"
-    yield write_folder(root / "other", {"_class_name": "XPipeline"}), "class: FluxPipeline"
-    yield write_folder(root / "nameless", {}), "class: FluxPipeline"
-    yield write_folder(root / "list_name", {"_class_name": ["Flux"]}), "class: FluxPipeline"
+    yield write_folder(root / "other", {"_class_name": "XPipeline"}), "class: .*FluxPipeline"
+    yield write_folder(root / "nameless", {}), "class: .*FluxPipeline"
+    yield write_folder(root / "list_name", {"_class_name": ["Flux"]}), "class: .*FluxPipeline"
     yield write_folder(root / "list", [1]), "a JSON object"
     yield write_folder(root / "vae", index, vae={}), "block_out_channels"
     yield write_folder(root / "defaults", index | {"_sglang_defaults": 3}), "_sglang_defaults"

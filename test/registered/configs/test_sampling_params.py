@@ -31,6 +31,7 @@ REFUSED = {
     "quality": ["", "ultra", "LOSSLESS", None, 1, ["high"]],
     "generator_device": ["gpu", None, 0],
     "max_sequence_length": [0, -1, 4097, "x", 1.0],
+    "use_pe": [0, "yes", [True]],
     "output_path": ["", " ", "a\0b", b"out", 3, None, "x" * 256],
     "output_file_name": ["", "..", ".hidden", "../x", "/etc/x", "a/b", "a\\b", "a\0b", "a\nb"],
     "save_output": [1, "yes", None],

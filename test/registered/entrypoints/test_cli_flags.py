@@ -21,7 +21,7 @@ PINNED = """
     --help --report
     --prompt --negative-prompt --width --height --num-inference-steps --guidance-scale
     --true-cfg-scale --seed --num-outputs-per-prompt --quality --generator-device
-    --max-sequence-length --output-path --output-file-name --save-output --output-format
+    --max-sequence-length --use-pe --output-path --output-file-name --save-output --output-format
     --output-compression --return-frames --profile --num-profiled-timesteps
     --model-path --num-gpus --local-mode --load-format --device --dit-precision --vae-precision
     --text-encoder-precision --attention-backend --performance-mode --text-encoder-cpu-offload
@@ -66,7 +66,7 @@ def test_every_flag_reaches_its_field():
         "--guidance-scale 0 --true-cfg-scale 1.5 --seed 0 --num-outputs-per-prompt 3 "
         "--quality exact --generator-device cuda --max-sequence-length 77 --output-path o "
         "--output-file-name f --no-save-output --output-format webp --output-compression 0 "
-        "--return-frames --profile --num-profiled-timesteps 2"
+        "--return-frames --profile --num-profiled-timesteps 2 --no-use-pe"
     ).split()
     params = SamplingParams(**values_of(parse(*words), SamplingParams))
     assert dataclasses.asdict(params) == {
@@ -82,6 +82,7 @@ def test_every_flag_reaches_its_field():
         "quality": "lossless",
         "generator_device": "cuda",
         "max_sequence_length": 77,
+        "use_pe": False,
         "output_path": "o",
         "output_file_name": "f",
         "save_output": False,

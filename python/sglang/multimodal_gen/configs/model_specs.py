@@ -36,6 +36,9 @@ class ModelSpec:
     max_sequence_length_limit: int = 512
     size_multiple: int = 16
     has_guidance_embedding: bool = False
+    guidance_scale_is_cfg: bool = False  # guidance_scale and true_cfg_scale are one parameter
+    use_pe: bool = False
+    has_prompt_enhancer: bool = False
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> "ModelSpec":
         """The spec with a checkpoint's own defaults, checked as strictly as a request.
@@ -49,6 +52,8 @@ class ModelSpec:
         for name, value in values.items():
             if value is None and name != "negative_prompt":
                 raise rejected(name, value, "a value")
+        if self.guidance_scale_is_cfg and "guidance_scale" in values:
+            values.setdefault("true_cfg_scale", values["guidance_scale"])
         if values.get("true_cfg_scale", 1) > 1:
             values.setdefault("negative_prompt", "")
         spec = replace(self, **values)
@@ -68,7 +73,10 @@ _FLUX_SCHNELL = replace(
 )
 
 # (pipeline class, guidance embedding in the transformer) -> row
-MODEL_SPECS = {("FluxPipeline", True): _FLUX_DEV, ("FluxPipeline", False): _FLUX_SCHNELL}
+MODEL_SPECS = {
+    ("FluxPipeline", True): _FLUX_DEV,
+    ("FluxPipeline", False): _FLUX_SCHNELL,
+}
 
 
 def model_spec(
@@ -77,6 +85,7 @@ def model_spec(
     transformer_config: Mapping[str, Any],
     vae_config: Mapping[str, Any],
     overrides: Mapping[str, Any] | None = None,
+    has_prompt_enhancer: bool = False,
 ) -> ModelSpec:
     """The row of a checkpoint, told by its configs and never by its name.
 
@@ -84,8 +93,16 @@ def model_spec(
     pipeline class that is not in the table, listing those that are.
     """
     check_pipeline_class(pipeline_class)
-    row = MODEL_SPECS[pipeline_class, bool(transformer_config.get("guidance_embeds"))]
-    spec = replace(row, size_multiple=_size_multiple(vae_config))
+    row = MODEL_SPECS[pipeline_class, False]
+    if transformer_config.get("guidance_embeds"):
+        row = MODEL_SPECS.get((pipeline_class, True), row)
+    enhancer = row.has_prompt_enhancer and has_prompt_enhancer
+    spec = replace(
+        row,
+        size_multiple=_size_multiple(vae_config),
+        has_prompt_enhancer=enhancer,
+        use_pe=enhancer and row.use_pe,
+    )
     try:
         return spec.with_overrides(overrides or {})
     except InvalidParameter as error:
@@ -117,6 +134,8 @@ def read_model_spec(folder: Path) -> ModelSpec:
         transformer_config=read_json(folder / "transformer" / "config.json"),
         vae_config=read_json(folder / "vae" / "config.json"),
         overrides=overrides,
+        # An optional component that a checkpoint lacks is absent or [null, null].
+        has_prompt_enhancer=any(index.get("pe") or ()),
     )
 
 

@@ -73,7 +73,7 @@ class SamplingParams:
         None, Integer(1, 1000, optional=True), "denoising steps"
     )
     guidance_scale: float | None = setting(
-        None, Number(0, 100, optional=True), "guidance embedded in the model (FLUX.1-dev)"
+        None, Number(0, 100, optional=True), "embedded guidance (FLUX.1-dev), or true-cfg-scale"
     )
     true_cfg_scale: float | None = setting(
         None, Number(0, 100, optional=True), "classifier-free guidance; acts above 1"
@@ -90,6 +90,9 @@ class SamplingParams:
     generator_device: str = setting("cpu", Choice(("cpu", "cuda")), "where noise is drawn")
     max_sequence_length: int | None = setting(
         None, Integer(1, 4096, optional=True), "text tokens of the long encoder"
+    )
+    use_pe: bool | None = setting(
+        None, Flag(optional=True), "rewrite prompts by the checkpoint's prompt enhancer"
     )
     output_path: str = setting(DEFAULT_OUTPUT_PATH, Folder(), "folder of the pictures")
     output_file_name: str | None = setting(
@@ -138,26 +141,45 @@ class SamplingParams:
     def fit(self, spec: "ModelSpec") -> "SamplingParams":
         """The same request for one model: its defaults filled in, its limits checked.
 
-        Raises InvalidParameter for a size that is not a multiple of what the model needs and for
-        too many text tokens.
+        Raises InvalidParameter for a size that is not a multiple of what the model needs, for too
+        many text tokens, and for a prompt enhancer or a second guidance that the model lacks.
         """
         missing = {
             field.name: getattr(spec, field.name)
             for field in fields(self)
             if getattr(self, field.name) is None and hasattr(spec, field.name)
         }
+        if spec.guidance_scale_is_cfg:
+            missing |= self._one_guidance(spec)
         resolved = replace(self, **missing)
         for name in ("width", "height"):
             _check_multiple(name, getattr(resolved, name), spec.size_multiple)
         if resolved.max_sequence_length > spec.max_sequence_length_limit:
             expected = f"at most {spec.max_sequence_length_limit} for this model"
             raise rejected("max_sequence_length", resolved.max_sequence_length, expected)
+        if resolved.use_pe and not spec.has_prompt_enhancer:
+            expected = "False or None: this checkpoint has no prompt enhancer (`pe`)"
+            raise rejected("use_pe", resolved.use_pe, expected)
         return resolved
+
+    def _cfg_scale(self, spec: "ModelSpec") -> float:
+        given = self.true_cfg_scale
+        if given is None and spec.guidance_scale_is_cfg:
+            given = self.guidance_scale
+        return spec.true_cfg_scale if given is None else given
+
+    def _one_guidance(self, spec: "ModelSpec") -> dict[str, float]:
+        scale = self._cfg_scale(spec)
+        if self.guidance_scale not in (None, scale):
+            expected = f"true_cfg_scale={scale}, of which it is another name for this model"
+            raise rejected("guidance_scale", self.guidance_scale, expected, "give one of the two")
+        return {"guidance_scale": scale, "true_cfg_scale": scale}
 
     def ineffective(self, spec: "ModelSpec") -> list[str]:
         """One sentence for each given parameter that cannot act on this model or request."""
-        scale = spec.true_cfg_scale if self.true_cfg_scale is None else self.true_cfg_scale
-        guidance_is_inert = not spec.has_guidance_embedding and self.guidance_scale is not None
+        scale = self._cfg_scale(spec)
+        guidance_acts = spec.has_guidance_embedding or spec.guidance_scale_is_cfg
+        guidance_is_inert = not guidance_acts and self.guidance_scale is not None
         has_negative = self.negative_prompt is not None or spec.negative_prompt is not None
         checks = {
             f"guidance_scale={self.guidance_scale} has no effect: this model has no guidance "
