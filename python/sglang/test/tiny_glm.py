@@ -5,13 +5,76 @@ spot. Its autoregressive model can only name tokens of the prior codebook: rando
 otherwise end a picture early or name tokens that the codebook lacks.
 """
 
+from pathlib import Path
 from typing import Any
 
-from sglang.test.tiny_checkpoints import fill_at_unit_scale
+from sglang.test.tiny_checkpoints import VAE_CONFIG, fill_at_unit_scale
 
 TEXT_WIDTH = 32
 LATENT_CHANNELS = 4
 CODEBOOK = 64
+
+
+def write_tiny_glm(folder: Path, *, seed: int = 0, vision_vocabulary: int = CODEBOOK) -> Path:
+    """Write a GLM-Image checkpoint into `folder` and return it.
+
+    Sizes are multiples of 32. All weights are float32 and depend only on `seed` and the vocabulary;
+    one above CODEBOOK lets the prior name tokens that the transformer lacks, and the end token.
+    """
+    from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
+    from transformers import ByT5Tokenizer
+
+    transformer = GlmImageTransformer2DModel(**glm_transformer_config())
+    vae, text_encoder = AutoencoderKL(**GLM_VAE_CONFIG), _glyph_encoder()
+    for i, module in enumerate((text_encoder, transformer, vae)):
+        fill_at_unit_scale(module, 1000 * seed + i)
+    GlmImagePipeline(
+        tokenizer=ByT5Tokenizer(),
+        processor=glm_processor(),
+        text_encoder=text_encoder,
+        vision_language_encoder=glm_ar_model(seed, vision_vocabulary),
+        vae=vae,
+        transformer=transformer,
+        scheduler=_scheduler(),
+    ).save_pretrained(folder)
+    return Path(folder)
+
+
+GLM_VAE_CONFIG: dict[str, Any] = VAE_CONFIG | {
+    "latent_channels": LATENT_CHANNELS,
+    "latents_mean": [0.1, -0.2, 0.3, 0.0],
+    "latents_std": [1.5, 2.0, 0.7, 1.1],
+}
+
+
+def _glyph_encoder() -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=384,
+            d_model=TEXT_WIDTH,
+            d_kv=TEXT_WIDTH // 2,
+            d_ff=2 * TEXT_WIDTH,
+            num_layers=2,
+            num_heads=2,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def _scheduler() -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_shift=0.25,
+        max_shift=0.75,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
+        time_shift_type="linear",
+    )
 
 
 def glm_transformer_config(num_layers: int = 2) -> dict[str, Any]:

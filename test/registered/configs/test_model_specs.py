@@ -141,3 +141,14 @@ def test_names_of_shipped_configs():
         assert read_model_spec(DUMMY_CONFIGS / name).width == 1024
     with pytest.raises(InvalidParameter, match="did you mean 'FLUX.1-dev'"):
         local_model_folder("flux1-dev", "dummy")
+
+
+def test_glm_image_guides_by_default_and_needs_sizes_of_its_prior():
+    row = model_spec("GlmImagePipeline", transformer_config={}, vae_config=VAE)
+    params = SamplingParams(prompt="a").resolve(row)
+    assert (params.num_inference_steps, params.true_cfg_scale) == (30, 1.5)
+    assert (params.negative_prompt, params.max_sequence_length) == ("", 2048)
+    assert SamplingParams(prompt="a", guidance_scale=1).fit(row).true_cfg_scale == 1
+    for size in (500, 1080, 1040):
+        with pytest.raises(InvalidParameter, match="a multiple of 32"):
+            SamplingParams(prompt="a", height=size).fit(row)

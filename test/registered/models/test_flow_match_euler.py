@@ -122,7 +122,7 @@ def test_the_product_is_rounded_before_the_sum():
         {"use_beta_sigmas": True},
         {"invert_sigmas": True},
         {"shift_terminal": 0.1},
-        {"time_shift_type": "linear"},
+        {"time_shift_type": "cubic"},
         {"stochastic_sampling": True},
         {"an_option_of_the_future": 3},
     ],

@@ -136,7 +136,8 @@ def test_a_choice_is_the_draw_of_multinomial():
 def test_settings_that_the_sampler_lacks_are_refused():
     with pytest.raises(ValueError, match=r"got \['repetition_penalty'\].*lacks"):
         SamplingRule.from_generation_config(GenerationConfig(repetition_penalty=1.2))
-    config = GenerationConfig(do_sample=True, temperature=0.9, top_p=0.75, eos_token_id=3)
+    neutral = {"repetition_penalty": 1.0, "num_beams": 1, "output_attentions": False}
+    config = GenerationConfig(do_sample=True, temperature=0.9, top_p=0.75, **neutral)
     assert SamplingRule.from_generation_config(config) == SamplingRule(0.9, 50, 0.75)
 
 

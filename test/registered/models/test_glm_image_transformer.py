@@ -74,7 +74,8 @@ def run_ours(ours, request, drop):
     grid = (latents.shape[2] // patch, latents.shape[3] // patch)
     tables = glm_image.glm_rope_tables(*grid, ours.params.attention_head_dim)
     rope = tuple(table.to(device) for table in tables)
-    return ours(latents, ours.condition(glyphs, ids, drop_prior=drop), timestep, size, rope)
+    txt, prior = ours.condition(glyphs, ids, drop_prior=drop)
+    return ours(latents, txt, prior, timestep, size, rope)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,7 @@ from sglang.multimodal_gen.configs.validation import (
 PACKAGE = Path(__file__).resolve().parent.parent
 BUNDLED_MODEL = PACKAGE / "bundled_model"
 DUMMY_CONFIGS = PACKAGE / "configs" / "dummy"
-DUMMY_MODELS = ("FLUX.1-dev", "FLUX.1-schnell")  # folders of DUMMY_CONFIGS
+DUMMY_MODELS = ("FLUX.1-dev", "FLUX.1-schnell", "GLM-Image")  # folders of DUMMY_CONFIGS
 OVERRIDES_KEY = "_sglang_defaults"  # in model_index.json
 
 
@@ -35,6 +35,7 @@ class ModelSpec:
     max_sequence_length: int = 512
     max_sequence_length_limit: int = 512
     size_multiple: int = 16
+    tokens_a_multiple: int = 1  # packed latent tokens that a side must be a multiple of
     has_guidance_embedding: bool = False
     guidance_scale_is_cfg: bool = False  # guidance_scale and true_cfg_scale are one parameter
     use_pe: bool = False
@@ -72,10 +73,23 @@ _FLUX_SCHNELL = replace(
     max_sequence_length=256,
 )
 
+_GLM_IMAGE = ModelSpec(
+    pipeline_class="GlmImagePipeline",
+    num_inference_steps=30,
+    guidance_scale=1.5,
+    true_cfg_scale=1.5,
+    negative_prompt="",
+    guidance_scale_is_cfg=True,
+    max_sequence_length=2048,
+    max_sequence_length_limit=2048,
+    tokens_a_multiple=2,  # a token of the prior covers 2x2 tokens of the transformer
+)
+
 # (pipeline class, guidance embedding in the transformer) -> row
 MODEL_SPECS = {
     ("FluxPipeline", True): _FLUX_DEV,
     ("FluxPipeline", False): _FLUX_SCHNELL,
+    ("GlmImagePipeline", False): _GLM_IMAGE,
 }
 
 
@@ -99,7 +113,7 @@ def model_spec(
     enhancer = row.has_prompt_enhancer and has_prompt_enhancer
     spec = replace(
         row,
-        size_multiple=_size_multiple(vae_config),
+        size_multiple=row.tokens_a_multiple * _size_multiple(vae_config),
         has_prompt_enhancer=enhancer,
         use_pe=enhancer and row.use_pe,
     )

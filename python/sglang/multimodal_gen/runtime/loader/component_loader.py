@@ -1,6 +1,6 @@
 """Loads the components of a checkpoint in diffusers layout, or builds them with random weights."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -75,15 +75,18 @@ class ComponentLoader:
             use_safetensors=True,
         )
 
-    def tokenizer(self, name: str, cls: type, dummy_tokenizer: dummy.ByteTokenizer) -> Any:
-        """A tokenizer; `dummy_tokenizer` stands in when weights are random."""
+    def tokenizer(
+        self, name: str, cls: type, dummy_tokenizer: Any, files: Sequence[str] = TOKENIZER_FILES
+    ) -> Any:
+        """A tokenizer or processor; `dummy_tokenizer` stands in when weights are random. The
+        folder must have one of `files`."""
         if self.dummy:
             return dummy_tokenizer
         path = self.folder / name
         # Without its files the library makes up an empty vocabulary instead of failing.
-        if not any((path / file).is_file() for file in TOKENIZER_FILES):
+        if not any((path / file).is_file() for file in files):
             raise CheckpointError(
-                f"{path}: got no tokenizer, expected one of the files {', '.join(TOKENIZER_FILES)}"
+                f"{path}: got no tokenizer, expected one of the files {', '.join(files)}"
             )
         try:
             return cls.from_pretrained(path, local_files_only=True)

@@ -29,6 +29,7 @@ OnToken = Callable[[int], None]  # tokens named so far
 _READ = {"do_sample", "temperature", "top_k", "top_p", "eos_token_id"}
 _INERT = {"pad_token_id", "bos_token_id", "max_length", "max_new_tokens", "use_cache"}
 _INERT |= {"transformers_version", "_from_model_config"}
+_NEUTRAL = {"repetition_penalty": 1.0, "typical_p": 1.0, "num_beams": 1, "num_return_sequences": 1}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,12 @@ class SamplingRule:
     def from_generation_config(cls, config: Any) -> "SamplingRule":
         """Of a transformers GenerationConfig. Raises ValueError for a setting that would change
         the tokens and that this loop lacks."""
-        unknown = sorted(config.to_diff_dict().keys() - _READ - _INERT)
+        acting = {k: v for k, v in config.to_diff_dict().items() if v not in (None, False)}
+        unknown = sorted(
+            name
+            for name, value in acting.items()
+            if name not in _READ | _INERT and value != _NEUTRAL.get(name)
+        )
         if unknown:
             raise ValueError(
                 f"generation_config.json: got {unknown}, which the prior's sampler lacks;"
@@ -76,6 +82,11 @@ class GlmImageDecoder:
         self.text = model.model.language_model
         self.lm_head = model.lm_head
         self.rule = rule
+
+    @property
+    def vocabulary(self) -> int:
+        """How many image tokens the model tells apart: the columns of the noise."""
+        return self.lm_head.out_features
 
     @torch.inference_mode()
     def generate(

@@ -75,14 +75,6 @@ class GlmImageParams:
         return self.num_attention_heads * self.attention_head_dim
 
 
-@dataclass(frozen=True)
-class GlmCondition:
-    """A prompt and a prior, projected to the model's width; the same at every step."""
-
-    text: torch.Tensor  # [B, T, D]
-    prior: torch.Tensor  # [B, S, D]
-
-
 class GlmImageTransformer2DModel(nn.Module):
     """Predicts the flow velocity of latents from glyph text and prior image tokens."""
 
@@ -112,8 +104,8 @@ class GlmImageTransformer2DModel(nn.Module):
 
     def condition(
         self, glyphs: torch.Tensor, prior_ids: torch.Tensor, *, drop_prior: bool
-    ) -> GlmCondition:
-        """What every step of an image shares.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What every step of an image shares: text [B, T, D] and prior [B, S, D], projected.
 
         glyphs [B, T, text_embed_dim] in the model's dtype; prior_ids int64 [B, S] codebook indices.
         With `drop_prior` (the unconditional branch) the prior's embedding is zeroed.
@@ -121,24 +113,25 @@ class GlmImageTransformer2DModel(nn.Module):
         prior = self.prior_token_embedding(prior_ids)
         if drop_prior:
             prior = prior * 0.0
-        return GlmCondition(self.glyph_projector(glyphs), self.prior_projector(prior))
+        return self.glyph_projector(glyphs), self.prior_projector(prior)
 
     def forward(
         self,
         latents: torch.Tensor,
-        condition: GlmCondition,
+        txt: torch.Tensor,
+        prior: torch.Tensor,
         timestep: torch.Tensor,
         target_size: torch.Tensor,
         rope: Rope,
     ) -> torch.Tensor:
         """Velocity of `latents`.
 
-        latents [B, C, h, w] in the model's dtype; timestep float32 [B] in -1..999; target_size
-        [B, 2] (height, width) in pixels; rope of `glm_rope_tables`. Returns [B, C, h, w].
+        latents [B, C, h, w] in the model's dtype; txt [B, T, D] and prior [B, S, D] of `condition`;
+        timestep float32 [B] in 0..999; target_size [B, 2] (height, width) in pixels; rope of
+        `glm_rope_tables`. Returns [B, C, h, w].
         """
         # embed inputs and conditioning; the prior is added token by token
-        img = self.image_projector(latents) + condition.prior
-        txt = condition.text
+        img = self.image_projector(latents) + prior
         vec = self.time_condition_embed(timestep, target_size, img.dtype)
 
         # dual-stream blocks with shared attention and feed-forward weights

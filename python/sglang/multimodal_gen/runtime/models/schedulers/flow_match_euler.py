@@ -22,6 +22,7 @@ class FlowMatchEulerConfig:
     max_shift: float = 1.15
     base_image_seq_len: int = 256
     max_image_seq_len: int = 4096
+    time_shift_type: str = "exponential"  # of dynamic shifting; or "linear"
 
     @classmethod
     def from_dict(cls, config: Mapping[str, object]) -> "FlowMatchEulerConfig":
@@ -29,17 +30,18 @@ class FlowMatchEulerConfig:
         implemented here raises instead of being ignored."""
         known = {f.name for f in fields(cls)}
         for key, value in config.items():
-            inert = key in known or key.startswith("_") or value in _INERT.get(key, (None, False))
-            if not inert:
+            accepted = _ACCEPTED.get(key, (None, False))
+            known_value = key in known - _ACCEPTED.keys() or value in accepted
+            if not known_value and not key.startswith("_"):
                 raise ValueError(
                     f"scheduler_config.json: got {key}={value!r}, which this sampler does not have;"
-                    f" expected it absent or one of {_INERT.get(key, (None, False))}"
+                    f" expected it absent or one of {accepted}"
                 )
         return cls(**{k: v for k, v in config.items() if k in known and v is not None})
 
 
-# Options of other samplers at the values that change nothing; any other option: None or False.
-_INERT = {"time_shift_type": (None, "exponential")}
+# Options with few values. An option of other samplers is accepted where it is None or False.
+_ACCEPTED = {"time_shift_type": (None, "exponential", "linear")}
 
 
 def image_shift(config: FlowMatchEulerConfig, image_tokens: int) -> float:
@@ -56,9 +58,14 @@ def make_sigmas(config: FlowMatchEulerConfig, num_steps: int, image_tokens: int)
     The order of numpy float64 and float32 operations is the reference's, so the tables are equal.
     """
     sigmas = np.linspace(1.0, 1 / num_steps, num_steps).astype(np.float32)
+    return shift_sigmas(config, sigmas, image_shift(config, image_tokens))
+
+
+def shift_sigmas(config: FlowMatchEulerConfig, sigmas: np.ndarray, mu: float) -> torch.Tensor:
+    """float32 [N + 1] of float32 levels [N]: shifted by `mu` or the fixed shift, then 0."""
     if config.use_dynamic_shifting:
-        mu = image_shift(config, image_tokens)
-        sigmas = math.exp(mu) / (math.exp(mu) + (1 / sigmas - 1) ** 1.0)
+        weight = mu if config.time_shift_type == "linear" else math.exp(mu)
+        sigmas = weight / (weight + (1 / sigmas - 1) ** 1.0)
     else:
         sigmas = config.shift * sigmas / (1 + (config.shift - 1) * sigmas)
     return torch.cat([torch.from_numpy(sigmas).to(torch.float32), torch.zeros(1)])

@@ -22,6 +22,7 @@ class TextEmbeds:
 
     tokens: torch.Tensor  # [1, T, joint_attention_dim]
     pooled: torch.Tensor | None = None  # [1, pooled_projection_dim], where the model reads it
+    prior: torch.Tensor | None = None  # [1, S, D] projected prior tokens, where there are any
 
 
 @dataclass
@@ -32,6 +33,7 @@ class ImageState:
     revised_prompt: str | None = None  # what a prompt enhancer made of the prompt
     text: TextEmbeds | None = None
     negative_text: TextEmbeds | None = None  # set exactly when true CFG runs
+    prior_ids: torch.Tensor | None = None  # int64 [1, S], one codebook index an image token
     latents: torch.Tensor | None = None  # [1, S, C] or [1, C, h, w]: noise, then denoised
     img_ids: torch.Tensor | None = None  # [S, 3] positions
     sigmas: torch.Tensor | None = None  # [N + 1] float32 on the device
