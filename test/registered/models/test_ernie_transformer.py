@@ -5,6 +5,7 @@ import torch
 from diffusers import ErnieImageTransformer2DModel as Reference
 
 from sglang.kernels.ops.diffusion.bitexact_gate import all_gates, fast_paths
+from sglang.multimodal_gen.runtime.layers import layernorm
 from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
 from sglang.multimodal_gen.runtime.layers.layernorm import RMSNorm, find_backend
 from sglang.multimodal_gen.runtime.models.dits import ernie_image as ernie
@@ -171,13 +172,12 @@ def test_the_norm_is_atens_on_the_cpu(dtype):
 
 
 def test_a_norm_package_that_does_not_run_is_warned_of_and_passed_over(monkeypatch, caplog):
-    from sglang.multimodal_gen.runtime.layers import layernorm
-
     def broken(x, weight, eps, backend):
         if backend == "sgl_kernel":
             raise ModuleNotFoundError("No module named 'sgl_kernel'")
         raise RuntimeError("no compiler found")
 
+    caplog.set_level("WARNING", logger="sglang")
     monkeypatch.setattr(layernorm, "rms_norm", broken)
     for backend in ("sgl_kernel", "flashinfer"):
         assert not layernorm._runs(backend, torch.device("cpu"), torch.bfloat16)

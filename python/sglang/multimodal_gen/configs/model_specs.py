@@ -17,7 +17,8 @@ from sglang.multimodal_gen.configs.validation import (
 PACKAGE = Path(__file__).resolve().parent.parent
 BUNDLED_MODEL = PACKAGE / "bundled_model"
 DUMMY_CONFIGS = PACKAGE / "configs" / "dummy"
-DUMMY_MODELS = ("FLUX.1-dev", "FLUX.1-schnell", "GLM-Image")  # folders of DUMMY_CONFIGS
+# folders of DUMMY_CONFIGS
+DUMMY_MODELS = ("FLUX.1-dev", "FLUX.1-schnell", "ERNIE-Image", "GLM-Image")
 OVERRIDES_KEY = "_sglang_defaults"  # in model_index.json
 
 
@@ -85,10 +86,23 @@ _GLM_IMAGE = ModelSpec(
     tokens_a_multiple=2,  # a token of the prior covers 2x2 tokens of the transformer
 )
 
+_ERNIE_IMAGE = ModelSpec(
+    pipeline_class="ErnieImagePipeline",
+    guidance_scale=4.0,
+    true_cfg_scale=4.0,
+    negative_prompt="",
+    max_sequence_length=4096,
+    max_sequence_length_limit=4096,
+    guidance_scale_is_cfg=True,
+    use_pe=True,
+    has_prompt_enhancer=True,
+)
+
 # (pipeline class, guidance embedding in the transformer) -> row
 MODEL_SPECS = {
     ("FluxPipeline", True): _FLUX_DEV,
     ("FluxPipeline", False): _FLUX_SCHNELL,
+    ("ErnieImagePipeline", False): _ERNIE_IMAGE,
     ("GlmImagePipeline", False): _GLM_IMAGE,
 }
 
@@ -148,9 +162,14 @@ def read_model_spec(folder: Path) -> ModelSpec:
         transformer_config=read_json(folder / "transformer" / "config.json"),
         vae_config=read_json(folder / "vae" / "config.json"),
         overrides=overrides,
-        # An optional component that a checkpoint lacks is absent or [null, null].
-        has_prompt_enhancer=any(index.get("pe") or ()),
+        has_prompt_enhancer=_has_component(index, "pe"),
     )
+
+
+def _has_component(index: Mapping[str, Any], name: str) -> bool:
+    """An optional component that a checkpoint lacks is absent or [null, null]."""
+    entry = index.get(name)
+    return isinstance(entry, list) and any(entry)
 
 
 def check_pipeline_class(name: object) -> None:
