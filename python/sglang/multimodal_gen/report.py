@@ -22,6 +22,7 @@ def build_report(
     """A JSON-able report of one image. Times in seconds, memory in MiB."""
     return {
         "prompt": image.prompt,
+        "revised_prompt": image.revised_prompt,
         "seed": image.seed,
         "seeds": [other.seed for other in response.images],
         "size": [params.width, params.height],
@@ -33,6 +34,7 @@ def build_report(
         "quality": effective_quality(params.quality, response.mounted, pipeline.compiled),
         "sites": list(response.sites),
         "attention_backend": pipeline.attention_backend,
+        "norm_backend": pipeline.norm_backend,
         "precisions": pipeline.precisions,
         "stage_seconds": response.stage_seconds,
         "step_seconds": list(image.step_seconds),

@@ -56,6 +56,31 @@ def test_a_checkpoint_overrides_defaults():
     assert row.max_sequence_length_limit == 512 and row.negative_prompt is None
 
 
+@pytest.mark.parametrize(
+    "entry,has_one", [(None, 0), ([None, None], 0), ("pe", 0), (3, 0), (["transformers", "X"], 1)]
+)
+def test_the_prompt_enhancer_is_on_where_the_checkpoint_has_one(tmp_path, entry, has_one):
+    for name in ("ErnieImagePipeline", "FluxPipeline"):
+        index = {"_class_name": name, "pe": entry}
+        row = read_model_spec(write_folder(tmp_path / name, index))
+        has_one = has_one and name == "ErnieImagePipeline"
+        assert (row.use_pe, row.has_prompt_enhancer) == (has_one, has_one)
+        assert SamplingParams(prompt="").fit(row).use_pe == has_one
+        if not has_one:
+            with pytest.raises(InvalidParameter, match="use_pe: got True, expected False"):
+                SamplingParams(prompt="", use_pe=True).fit(row)
+
+
+def test_one_guidance_has_two_names_where_the_model_has_no_embedded_one():
+    row = model_spec("ErnieImagePipeline", transformer_config={}, vae_config=VAE)
+    for given in ({"guidance_scale": 0.0}, {"true_cfg_scale": 0.0}, {}):
+        params = SamplingParams(prompt="", **given).resolve(row).resolve(row)
+        scales = {params.guidance_scale, params.true_cfg_scale}
+        assert scales == {0.0 if given else 4.0} and params.negative_prompt == ""
+    row = row.with_overrides({"guidance_scale": 3})
+    assert SamplingParams(prompt="").fit(row).true_cfg_scale == 3.0
+
+
 def test_a_default_true_cfg_acts_against_the_empty_prompt(caplog):
     params = SamplingParams(prompt="a").resolve(spec(true_cfg_scale=2))
     assert (params.true_cfg_scale, params.negative_prompt) == (2.0, "")

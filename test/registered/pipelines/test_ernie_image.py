@@ -83,6 +83,8 @@ def test_the_enhancer_is_on_by_default_where_the_checkpoint_has_one(
     result = enhancing.generate(**REQUEST)
     assert enhancer_calls and result.revised_prompt
     assert result.prompt == REQUEST["prompt"] != result.revised_prompt
+    assert result.report["revised_prompt"] == result.revised_prompt
+    assert result.report["norm_backend"] == "aten"
     assert plain.generate(**REQUEST).revised_prompt is None
     # the revised prompt is what is drawn
     asked = {**REQUEST, "prompt": result.revised_prompt}

@@ -27,6 +27,7 @@ class Pipeline:
     device: torch.device
     attention_backend: str
     precisions: dict[str, str]
+    norm_backend: str | None = None  # the RMSNorm kernel, where the model's norm has a choice
     compiled: bool = False  # torch.compile changes rounding: never reported as lossless
     # stage name -> modules that wait in host memory outside that stage
     offloaded: Mapping[str, Sequence[torch.nn.Module]] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from sglang.multimodal_gen.runtime.layers.attention import (
     AttentionBackend,
     resolve_attention_backend,
 )
+from sglang.multimodal_gen.runtime.layers.layernorm import find_backend
 from sglang.multimodal_gen.runtime.loader.component_loader import (
     DTYPES,
     ComponentLoader,
@@ -85,6 +86,7 @@ def build_ernie_image(
         stages=(*enhancement, text, latents, timesteps, denoising, decoding),
         device=device,
         attention_backend=backend,
+        norm_backend=find_backend(device, dit),
         precisions=precisions,
         offloaded=waiting if offload else {},
     )
