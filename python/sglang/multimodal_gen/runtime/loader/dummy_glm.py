@@ -14,6 +14,8 @@ PREVIEW_SIDE = 16  # tokens a side of a square preview
 class GlmByteProcessor:
     """Byte-level ids and the grids of the picture, with the calls of a `GlmImageProcessor`."""
 
+    image_token = "<|image|>"
+
     def __init__(self, image_start_token: int) -> None:
         self._image_start_token = image_start_token
 

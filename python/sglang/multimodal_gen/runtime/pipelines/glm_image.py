@@ -106,7 +106,6 @@ def _prior_stage(
         decoder=GlmImageDecoder(ar, SamplingRule.from_generation_config(ar.generation_config)),
         codebook=params.prior_vq_quantizer_codebook_size,
         end_token=ar.config.image_end_token_id,
-        image_token=ar.config.image_token_id,
         device=loader.device,
     )
 

@@ -33,7 +33,6 @@ class GlmImageARStage:
     decoder: GlmImageDecoder
     codebook: int  # size of the transformer's codebook
     end_token: int
-    image_token: int
     device: torch.device
     name: str = "GlmImageAR"
 
@@ -46,12 +45,14 @@ class GlmImageARStage:
 
     def read(self, prompt: str, height: int, width: int) -> tuple[torch.Tensor, list[Grid]]:
         """(ids int64 [1, T], the grids to name: the preview's, then the picture's)."""
+        expected = "text without the model's own image tokens"
+        if self.processor.image_token in prompt:
+            raise rejected("prompt", prompt, expected, "remove them from the prompt")
         message = {"role": "user", "content": [{"type": "text", "text": prompt}]}
         text = self.processor.apply_chat_template([message], tokenize=False)
         inputs = self.processor(text=[text], target_h=height, target_w=width, return_tensors="pt")
         ids = inputs["input_ids"]
-        if torch.isin(ids, torch.tensor([self.end_token, self.image_token])).any():
-            expected = "text without the model's own image tokens"
+        if (ids == self.end_token).any():
             raise rejected("prompt", prompt, expected, "remove them from the prompt")
         grids = [(rows, columns) for _, rows, columns in inputs["image_grid_thw"].tolist()]
         return ids.to(self.device), grids[::-1]
