@@ -1,11 +1,14 @@
 """ERNIE-Image end to end: prompt enhancement, guidance, sizes, determinism, sites, fast paths."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from diffusers import ErnieImagePipeline
+from safetensors.torch import load_file, save_file
 
 from sglang.cli import main
 from sglang.kernels.ops.diffusion.bitexact_gate import all_gates
@@ -14,6 +17,10 @@ from sglang.multimodal_gen.configs.model_specs import read_model_spec
 from sglang.multimodal_gen.configs.validation import InvalidParameter
 from sglang.multimodal_gen.runtime.loader.weights import CheckpointError
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import FlowMatchEulerConfig
+from sglang.multimodal_gen.runtime.pipelines import ernie_image
+from sglang.multimodal_gen.runtime.pipelines.stages.mistral_text_encoding import (
+    MistralTextEncodingStage,
+)
 from sglang.multimodal_gen.runtime.pipelines.stages.static_timesteps import (
     StaticTimestepPreparationStage,
 )
@@ -150,6 +157,53 @@ def test_an_enhancer_without_its_tokenizer_is_refused(folders, tmp_path):
             (tmp_path / part.name).symlink_to(part)
     with pytest.raises(CheckpointError, match="pe_tokenizer: got no tokenizer"):
         DiffGenerator.from_pretrained(tmp_path, device="cpu")
+
+
+# Loading.
+
+
+LOST = {
+    "text_encoder": "language_model.model.norm.weight",
+    "pe": "model.layers.1.mlp.up_proj.weight",
+    "transformer": "layers.0.adaLN_sa_ln.weight",
+    "vae": "bn.running_mean",
+}
+
+
+@pytest.mark.parametrize(("component", "name"), LOST.items(), ids=LOST)
+def test_a_missing_tensor_is_refused_by_name(folders, tmp_path, component, name):
+    copy = tmp_path / "ernie"
+    shutil.copytree(folders[True], copy)
+    file = next((copy / component).glob("*.safetensors"))
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    shown = name.replace("language_model.model.", "language_model.")
+    with pytest.raises(CheckpointError, match=f"{component}: .*missing {shown}"):
+        DiffGenerator.from_pretrained(copy, device="cpu")
+
+
+def test_the_enhancer_and_the_encoder_wait_each_for_its_own_stage(folders, plain, monkeypatch):
+    monkeypatch.setattr(ernie_image, "offloads_text_encoders", lambda args, loader: True)
+    with DiffGenerator.from_pretrained(folders[True], device="cpu") as generator:
+        enhancement, text = generator._worker.pipeline.stages[:2]
+        assert generator._worker.pipeline.offloaded == {
+            "PromptEnhancementStage": (enhancement.enhancer,),
+            "TextEncodingStage": (text.text_encoder,),
+        }
+        assert sha(generator, use_pe=False) == sha(plain)
+
+
+@pytest.mark.parametrize(("begin", "ids"), [(None, [0]), (0, [0]), (5, [5])])
+def test_an_empty_prompt_has_one_token(begin, ids):
+    class Silent:
+        bos_token_id = begin
+
+        def __call__(self, prompts, **options):
+            return SimpleNamespace(input_ids=[[] for _ in prompts])
+
+    stage = MistralTextEncodingStage(Silent(), None, torch.device("cpu"), torch.float32)
+    assert stage._token_ids("", 16) == ids
 
 
 # Guidance and sizes.
