@@ -1,14 +1,18 @@
 """GLM-Image's autoregressive prior: the tokens of transformers' `generate` for the same draws."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
+from sglang.kernels.ops.diffusion.bitexact_gate import fast_paths, tensors_equal
 from sglang.multimodal_gen.runtime.models.glm_image_ar import (
+    GLM_AR_GRAPH,
     GlmImageDecoder,
     SamplingRule,
+    _probe,
     choose_token,
     exponential_noise,
     token_positions,
@@ -133,6 +137,21 @@ def test_a_choice_is_the_draw_of_multinomial():
         assert torch.equal(choose_token(row, everything, noise), drawn[0])
 
 
+def test_probing_steps_leaves_the_state_where_it_was(model, processor):
+    inputs = inputs_of(processor, "a cat", 32, 32)
+    grids = grids_of(inputs)
+    decoder = GlmImageDecoder(model, SamplingRule())
+    expected = decoder.generate(inputs["input_ids"], grids, None)
+    with torch.inference_mode():
+        state = decoder.start(inputs["input_ids"], grids, None)
+        advance = partial(decoder.advance, state)
+        first, again = (_probe(state, advance, steps=8) for _ in range(2))
+        for _ in expected[1:]:
+            advance()
+    assert tensors_equal(first, again) and len(first) == 16
+    assert torch.equal(state.tokens, expected)
+
+
 def test_settings_that_the_sampler_lacks_are_refused():
     with pytest.raises(ValueError, match=r"got \['repetition_penalty'\].*lacks"):
         SamplingRule.from_generation_config(GenerationConfig(repetition_penalty=1.2))
@@ -142,15 +161,22 @@ def test_settings_that_the_sampler_lacks_are_refused():
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("rule", [*RULES, "greedy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loop_is_deterministic_on_cuda(model, processor, dtype):
+def test_the_graph_names_the_tokens_of_the_loop_without_it(processor, dtype, rule):
     on_gpu = glm_ar_model().to("cuda", dtype)
-    inputs = inputs_of(processor, "a cat", 64, 96)
-    grids = grids_of(inputs)
-    count = sum(rows * columns for rows, columns in grids)
-    noise = exponential_noise(torch.Generator().manual_seed(0), count, CODEBOOK).to("cuda")
-    decoder = GlmImageDecoder(on_gpu, RULES["published"])
-    ids = inputs["input_ids"].to("cuda")
-    tokens = [decoder.generate(ids, grids, noise) for _ in range(3)]
-    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
-    assert tokens[0].unique().numel() > 4
+    decoder = GlmImageDecoder(on_gpu, RULES.get(rule, SamplingRule()))
+    GLM_AR_GRAPH.reset()
+    for size in SIZES:
+        inputs = inputs_of(processor, "a cat", *size)
+        ids, grids = inputs["input_ids"].to("cuda"), grids_of(inputs)
+        count = sum(rows * columns for rows, columns in grids)
+        generator = torch.Generator().manual_seed(0)
+        noise = exponential_noise(generator, count, CODEBOOK).to("cuda") if rule in RULES else None
+        with fast_paths(False):
+            expected = decoder.generate(ids, grids, noise)
+        for _ in range(2):  # the call that verifies, and one after it
+            assert torch.equal(decoder.generate(ids, grids, noise), expected)
+        assert expected.unique().numel() > 4
+    state = GLM_AR_GRAPH.state()
+    assert state.status == "verified" and not state.eager_calls, state

@@ -1,6 +1,7 @@
 """GLM-Image's own stages: schedule, glyphs, priors, what is refused and what repeats."""
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
 from diffusers.pipelines.glm_image.pipeline_glm_image import calculate_shift, retrieve_timesteps
 
 from sglang.multimodal_gen import DiffGenerator
+from sglang.multimodal_gen.configs import model_specs
 from sglang.multimodal_gen.configs.model_specs import DUMMY_CONFIGS, read_json, read_model_spec
 from sglang.multimodal_gen.configs.validation import InvalidParameter
 from sglang.multimodal_gen.runtime.loader.component_loader import params_from_config
@@ -19,10 +21,11 @@ from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import Flo
 from sglang.multimodal_gen.runtime.pipelines.stages.glm_sampling import glm_schedule
 from sglang.multimodal_gen.runtime.pipelines.stages.glyph_encoding import glyph_texts
 from sglang.multimodal_gen.runtime.pipelines.stages.prior_tokens import PriorTokensError, upsample
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.tiny_glm import CODEBOOK, SPECIAL, glm_processor, write_tiny_glm
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
+register_cuda_ci(est_time=60, stage="base-b-kernel-unit", runner_config="1-gpu-large")
 
 PUBLISHED = read_json(DUMMY_CONFIGS / "GLM-Image" / "scheduler" / "scheduler_config.json")
 SCHEDULERS = {
@@ -238,9 +241,56 @@ def test_the_shipped_config_is_the_published_size():
     assert math.isclose(sum(rope["mrope_section"]), 128 * 0.5 / 2)
 
 
+def test_random_weights_of_a_shipped_config_make_a_picture(tmp_path, monkeypatch):
+    """The way of `load_format="dummy"`, at tiny sizes: no weight, no tokenizer is read."""
+    folder = write_tiny_glm(tmp_path / "GLM-Image")
+    for part in ("processor", "tokenizer"):
+        shutil.rmtree(folder / part)
+    for path in folder.rglob("*.safetensors"):
+        path.unlink()
+    monkeypatch.setattr(model_specs, "DUMMY_CONFIGS", tmp_path)
+    options = {"load_format": "dummy", "device": "cpu", "log_level": "error"}
+    with DiffGenerator.from_pretrained("GLM-Image", **options) as engine:
+        hashes = [engine.generate(**REQUEST).report["sha256"] for _ in range(2)]
+    assert hashes[0] == hashes[1]
+
+
 def test_tokens_that_clash_are_refused(tmp_path):
     folder = write_tiny_glm(tmp_path / "glm")
     path = folder / "transformer" / "config.json"
     path.write_text(path.read_text().replace('"patch_size": 2', '"patch_size": 1'))
     with pytest.raises(CheckpointError, match="patch_size 1, expected 8 and 2"):
         DiffGenerator.from_pretrained(folder, device="cpu", log_level="error")
+
+
+# On the GPU, bfloat16, tiny sizes.
+
+
+@pytest.fixture(scope="module")
+def gpu_engines(tmp_path_factory):
+    """(fast paths on, fast paths off) over one checkpoint."""
+    folder = write_tiny_glm(tmp_path_factory.mktemp("tiny") / "glm")
+    options = {"attention_backend": "efficient", "log_level": "error"}
+    return [
+        DiffGenerator.from_pretrained(folder, fast_paths=fast, **options) for fast in (True, False)
+    ]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("prompt", ["a cat", "a shop sign that says 'OPEN'"])
+def test_fast_paths_on_and_off_give_one_hash_on_cuda(gpu_engines, prompt, seed):
+    request = {**REQUEST, "prompt": prompt, "seed": seed}
+    fast, eager = (engine.generate(**request).report for engine in gpu_engines)
+    again = gpu_engines[0].generate(**request).report
+    assert fast["sha256"] == eager["sha256"] == again["sha256"]
+    status = {row["op"]: row["status"] for row in fast["sites"]}
+    assert status.pop("glm_image.ar_cuda_graph") == "verified"
+    assert set(status.values()) == {"verified"} and len(status) == 3, fast["sites"]
+
+
+@pytest.mark.cuda
+def test_high_quality_mounts_the_gelu_sites_on_cuda(gpu_engines):
+    report = gpu_engines[0].generate(**{**REQUEST, "quality": "high"}).report
+    mounted = {row["op"]: row["status"] for row in report["sites"]}
+    assert mounted["fused_linear_gelu"] == "mounted" and report["quality"] == "high"

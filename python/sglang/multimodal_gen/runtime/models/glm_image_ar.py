@@ -2,10 +2,12 @@
 
 Gives the tokens of `GlmImageForConditionalGeneration.generate` 5.24 for the same draws, with a
 static key/value cache: every step runs the same operations on the same addresses and reads its
-place from the device, so that there is no synchronisation in the loop and a step can be replayed.
+place from the device, so that there is no synchronisation in the loop. On a GPU a step is replayed
+as a CUDA graph, once its logits and tokens have proven equal to the same steps without the graph.
 
-Attention over the static cache is masked and so may round otherwise than over a growing one; in
-half precision the lossless reference of a faster loop is therefore this loop, not `generate`.
+Attention over the static cache is masked and so may round otherwise than over a growing one, and
+norms sum in another order; in half precision the lossless reference of the graph is therefore this
+loop, not `generate`.
 
 Shape legend: T prompt tokens, N tokens to name, L cache slots (at least T + N), D hidden, K key
 heads, Q query heads, E head size, V vocabulary of image tokens.
@@ -13,15 +15,20 @@ heads, Q query heads, E head size, V vocabulary of image tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
+from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate, fast_paths_enabled
 from sglang.multimodal_gen.runtime.layers.attention import BACKENDS
 
+GLM_AR_GRAPH = BitExactFusionGate("glm_image.ar_cuda_graph", per_signature=True)
+PROVEN_TOKENS = 8  # steps that a graph repeats before it is trusted
 CACHE_STEP = 256  # slots are rounded up to it, so that prompts of like length share shapes
+Rope = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cos, sin, partner of DecodeState
 Grid = tuple[int, int]  # (rows, columns) of image tokens
 OnToken = Callable[[int], None]  # tokens named so far
 
@@ -65,11 +72,13 @@ class DecodeState:
 
     keys: torch.Tensor  # [layers, 1, K, L, E]; slots not written yet are 0 and masked
     values: torch.Tensor
-    cos: torch.Tensor  # [T + N, rotary channels]
-    sin: torch.Tensor
+    cos: torch.Tensor  # [T + N, E], 1 where a channel does not turn
+    sin: torch.Tensor  # [T + N, E], signed, 0 where a channel does not turn
+    partner: torch.Tensor  # int64 [E], the channel that each is rotated with
     columns: torch.Tensor  # int64 [L]: 0, 1, ...
     noise: torch.Tensor | None  # float32 [N, V] exponential draws; None: greedy
     tokens: torch.Tensor  # int64 [N], the answer
+    logits: torch.Tensor  # float32 [1, V], of the token named last
     token: torch.Tensor  # int64 [1, 1], named last
     slot: torch.Tensor  # int64 [1], where the next key goes
     step: torch.Tensor  # int64 [1], how many tokens are named
@@ -104,9 +113,12 @@ class GlmImageDecoder:
         with sdpa_kernel(BACKENDS[self._backend(prompt_ids.device)]):
             state = self.start(prompt_ids, grids, noise)
             on_token(1)
+            advance = self._fastest_advance(state)
             for count in range(2, len(state.tokens) + 1):
-                self.advance(state)
+                advance()
                 on_token(count)
+        if prompt_ids.is_cuda:
+            torch.cuda.synchronize()  # a graph must outlive its replays
         return state.tokens
 
     def start(
@@ -115,7 +127,7 @@ class GlmImageDecoder:
         """Read the prompt and name the first token."""
         state = self._new_state(prompt_ids, grids, noise)
         length = prompt_ids.shape[1]
-        rope = (state.cos[:length], state.sin[:length])
+        rope = (state.cos[:length], state.sin[:length], state.partner)
         x = self.text.embed_tokens(prompt_ids)
         for layer, keys, values in zip(self.text.layers, state.keys, state.values, strict=True):
             x = self._prefill_layer(layer, x, rope, keys, values)
@@ -124,7 +136,8 @@ class GlmImageDecoder:
 
     def advance(self, state: DecodeState) -> None:
         """Name one more token, in place and without synchronising."""
-        rope = (state.cos.index_select(0, state.slot), state.sin.index_select(0, state.slot))
+        cos, sin = (table.index_select(0, state.slot) for table in (state.cos, state.sin))
+        rope = (cos, sin, state.partner)
         mask = (state.columns <= state.slot)[None, None, None]
         x = self.text.embed_tokens(state.token)
         for layer, keys, values in zip(self.text.layers, state.keys, state.values, strict=True):
@@ -136,7 +149,7 @@ class GlmImageDecoder:
         self,
         layer: torch.nn.Module,
         x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
+        rope: Rope,
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
@@ -153,7 +166,7 @@ class GlmImageDecoder:
         self,
         layer: torch.nn.Module,
         x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
+        rope: Rope,
         keys: torch.Tensor,
         values: torch.Tensor,
         slot: torch.Tensor,
@@ -169,9 +182,9 @@ class GlmImageDecoder:
         return _finish(layer, x, out.reshape(q.shape))
 
     def _choose(self, state: DecodeState, x: torch.Tensor) -> None:
-        logits = self.lm_head(self.text.norm(x))[:, -1].float()
+        state.logits.copy_(self.lm_head(_norm(self.text.norm, x))[:, -1])
         noise = None if state.noise is None else state.noise.index_select(0, state.step)
-        token = choose_token(logits, self.rule, noise)
+        token = choose_token(state.logits, self.rule, noise)
         state.tokens.index_copy_(0, state.step, token)
         state.token.copy_(token[None])
         state.step.add_(1)
@@ -185,8 +198,10 @@ class GlmImageDecoder:
         slots = -(-(prompt + count) // CACHE_STEP) * CACHE_STEP
         weight = self.text.embed_tokens.weight
         positions = token_positions(prompt, grids).to(device)
-        cos, sin = self.text.rotary_emb(weight, positions[:, None])
-        shape = (len(self.text.layers), 1, config.num_key_value_heads, slots, _head_dim(config))
+        head_dim = _head_dim(config)
+        tables = self.text.rotary_emb(weight, positions[:, None])
+        cos, sin, partner = _whole_head(tables[0][0], tables[1][0], head_dim)
+        shape = (len(self.text.layers), 1, config.num_key_value_heads, slots, head_dim)
 
         def cache() -> torch.Tensor:
             return torch.zeros(shape, device=device, dtype=weight.dtype)
@@ -197,15 +212,34 @@ class GlmImageDecoder:
         return DecodeState(
             keys=cache(),
             values=cache(),
-            cos=cos[0],
-            sin=sin[0],
+            cos=cos,
+            sin=sin,
+            partner=partner,
             columns=torch.arange(slots, device=device),
             noise=noise,
             tokens=integers(count),
+            logits=torch.zeros(1, self.vocabulary, device=device),
             token=integers(1, 1),
             slot=integers(1, value=prompt),
             step=integers(1),
         )
+
+    def _fastest_advance(self, state: DecodeState) -> Callable[[], None]:
+        """`advance` of this state: as a CUDA graph where that gives the same bits."""
+        eager = partial(self.advance, state)
+        steps = min(PROVEN_TOKENS, len(state.tokens) - 1)
+        if not state.token.is_cuda or not fast_paths_enabled() or not steps:
+            return eager
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def probe_graph() -> list[torch.Tensor]:
+            graphs.append(_capture(eager))
+            return _probe(state, graphs[0].replay, steps)
+
+        signature = (state.keys.shape, state.keys.dtype, self.rule, state.noise is None)
+        GLM_AR_GRAPH.run(probe_graph, partial(_probe, state, eager, steps), sig=signature)
+        proven = graphs and GLM_AR_GRAPH.is_verified(signature)
+        return graphs[0].replay if proven else eager
 
     @staticmethod
     def _backend(device: torch.device) -> str:
@@ -213,12 +247,32 @@ class GlmImageDecoder:
         return "efficient" if device.type == "cuda" else "flash"
 
 
+def _capture(advance: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        advance()
+    return graph
+
+
+def _probe(state: DecodeState, advance: Callable[[], None], steps: int) -> list[torch.Tensor]:
+    """The logits and tokens of the next steps; the state is then where it was."""
+    place = (state.token, state.slot, state.step, state.logits)
+    saved = [tensor.clone() for tensor in place]
+    seen = []
+    for _ in range(steps):
+        advance()
+        seen += [state.logits.clone(), state.token.clone()]
+    for tensor, value in zip(place, saved, strict=True):
+        tensor.copy_(value)
+    return seen
+
+
 def _project(
-    layer: torch.nn.Module, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
+    layer: torch.nn.Module, x: torch.Tensor, rope: Rope
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotated queries [1, Q, S, E], rotated keys and values [1, K, S, E] of x [1, S, D]."""
     attn = layer.self_attn
-    x = layer.input_layernorm(x)
+    x = _norm(layer.input_layernorm, x)
     q, k, v = (
         projection(x).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
         for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
@@ -229,18 +283,30 @@ def _project(
 def _finish(layer: torch.nn.Module, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """The rest of a layer after attention; x [1, S, D] is the residual, attended [1, Q, S, E]."""
     out = layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-    x = x + layer.post_self_attn_layernorm(out)
-    out = layer.mlp(layer.post_attention_layernorm(x))
-    return x + layer.post_mlp_layernorm(out)
+    x = x + _norm(layer.post_self_attn_layernorm, out)
+    out = layer.mlp(_norm(layer.post_attention_layernorm, x))
+    return x + _norm(layer.post_mlp_layernorm, out)
 
 
-def _rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate the first channels of each head, half against half, in the model's dtype."""
-    cos, sin = rope
-    turning, still = x.tensor_split([cos.shape[-1]], dim=-1)
-    first, second = turning.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return torch.cat([turning * cos + turned * sin, still], dim=-1)
+def _norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """RMSNorm in float32, rounded to the model's dtype before the weight, as the reference."""
+    return norm.weight * F.rms_norm(x, x.shape[-1:], None, norm.variance_epsilon)
+
+
+def _rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Rotate x [1, H, S, E] in the model's dtype; channels that do not turn stay as they are."""
+    cos, sin, partner = rope
+    return x * cos + x.index_select(-1, partner) * sin
+
+
+def _whole_head(cos: torch.Tensor, sin: torch.Tensor, head_dim: int) -> Rope:
+    """Tables [S, R] of the R channels that turn, half against half -> tables of a whole head."""
+    turning = cos.shape[-1]
+    still = (0, head_dim - turning)
+    partner = torch.arange(head_dim, device=cos.device)
+    partner[:turning] = partner[:turning].roll(turning // 2)
+    signed = torch.cat([-sin[:, : turning // 2], sin[:, turning // 2 :]], dim=-1)
+    return F.pad(cos, still, value=1.0), F.pad(signed, still), partner
 
 
 def _head_dim(config: Any) -> int:
