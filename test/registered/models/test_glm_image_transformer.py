@@ -3,6 +3,7 @@
 import pytest
 import torch
 from diffusers import GlmImageTransformer2DModel as Reference
+from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_glm_image import (
     GlmImageAdaLayerNormContinuous,
     GlmImageAdaLayerNormZero,
@@ -128,9 +129,15 @@ def test_a_head_that_cannot_rotate_is_refused():
 @pytest.mark.parametrize("head_dim", [128, 40])
 def test_rotary_tables_equal_the_reference(grid, head_dim):
     latents = torch.empty(1, 1, 2 * grid[0], 2 * grid[1])
-    expected = GlmImageRotaryPosEmbed(head_dim, patch_size=2)(latents)
-    for got, table in zip(glm_image.glm_rope_tables(*grid, head_dim), expected, strict=True):
+    cos, sin = GlmImageRotaryPosEmbed(head_dim, patch_size=2)(latents)
+    sin[:, : head_dim // 2] *= -1  # the reference negates the partners instead
+    for got, table in zip(glm_image.glm_rope_tables(*grid, head_dim), (cos, sin), strict=True):
         assert got.dtype == torch.float32 and torch.equal(got, table)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rotation_equals_the_reference(dtype):
+    check_rotation((2, 24 + 5, 3, 40), (4, 6), dtype, "cpu")
 
 
 def norm_pair(ours, reference, dtype, device, widths, **options):
@@ -189,6 +196,20 @@ def check_gate_add(shape, dtype, device):
     assert torch.equal(glm_image._glm_residual_gate_add(x, update, gate), x + update * gate)
 
 
+@torch.inference_mode()
+def check_rotation(shape, grid, dtype, device):
+    """Text tokens first, which stay; then those of the grid."""
+    x, head_dim = normal(shape, dtype, device), shape[-1]
+    text = shape[1] - grid[0] * grid[1]
+    latents = torch.empty(1, 1, 2 * grid[0], 2 * grid[1])
+    tables = GlmImageRotaryPosEmbed(head_dim, patch_size=2)(latents)
+    turned = apply_rotary_emb(x[:, text:], tables, sequence_dim=1, use_real_unbind_dim=-2)
+    rope = tuple(t.to(device) for t in glm_image.glm_rope_tables(*grid, head_dim))
+    expected = torch.cat([x[:, :text], turned], dim=1)
+    glm_image.rotate_(x, text, rope)
+    assert torch.equal(x, expected) and x.dtype == dtype
+
+
 MODULATE_CHECKS = [check_norm_zero, check_norm_continuous]
 SMALL = (2, 33, 96)
 
@@ -238,6 +259,12 @@ def test_qk_norm_equals_the_reference_on_cuda(fresh_gates, shape, fast):
         for _ in range(2):
             check_qk_norm(shape, torch.bfloat16, "cuda")
     assert_fused(glm_image.GLM_QK_LAYERNORM, fast)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("grid", [(64, 64), (32, 48), (5, 7)])
+def test_rotation_equals_the_reference_on_cuda(grid):
+    check_rotation((1, grid[0] * grid[1] + 9, 32, 128), grid, torch.bfloat16, "cuda")
 
 
 @pytest.mark.cuda

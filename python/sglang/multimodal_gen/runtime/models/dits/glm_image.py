@@ -154,7 +154,8 @@ def glm_rope_tables(rows: int, columns: int, head_dim: int) -> Rope:
     """Rotary tables of an image of rows x columns tokens: (cos, sin), float32 [S, E] on the CPU.
 
     A quarter of the channels turns with the row, a quarter with the column, and both halves of the
-    head share the angles. float32 on the CPU, as the reference forms them on every device.
+    head share the angles; the sines of the first half are negated. Formed in float32 on the CPU, as
+    the reference does on every device.
     """
     half = head_dim // 2
     exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
@@ -162,8 +163,9 @@ def glm_rope_tables(rows: int, columns: int, head_dim: int) -> Rope:
     row_angles = torch.outer(torch.arange(rows), frequencies)[:, None].expand(-1, columns, -1)
     column_angles = torch.outer(torch.arange(columns), frequencies)[None].expand(rows, -1, -1)
     angles = torch.cat([row_angles, column_angles], dim=-1)
-    angles = torch.cat([angles, angles], dim=-1).reshape(rows * columns, -1)
-    return angles.cos(), angles.sin()
+    angles = angles.reshape(rows * columns, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 class GlmTimeConditionEmbed(nn.Module):
@@ -295,8 +297,8 @@ class GlmImageAttention(nn.Module):
         joint = torch.cat([txt, img], dim=1)
         q, k, v = (self._heads(proj(joint)) for proj in (self.to_q, self.to_k, self.to_v))
         q, k = _glm_qk_layernorm(q, k)
-        q[:, text_tokens:] = rotate(q[:, text_tokens:], rope)
-        k[:, text_tokens:] = rotate(k[:, text_tokens:], rope)
+        rotate_(q, text_tokens, rope)
+        rotate_(k, text_tokens, rope)
         out = self.to_out[0](self.attention(q, k, v))
         txt, img = out.split_with_sizes([text_tokens, img.shape[1]], dim=1)
         return img, txt
@@ -305,12 +307,16 @@ class GlmImageAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
 
-def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotate channel i with channel i + E/2, in float32. x [B, S, H, E] -> the same."""
+def rotate_(x: torch.Tensor, first: int, rope: Rope) -> None:
+    """Rotate the tokens of x [B, J, H, E] from `first` on, in place.
+
+    Channel i turns with channel i + E/2. Products and sum are float32 and rounded once, as in the
+    reference, by mixed-type operations: no copy in float32, no negated half, no copy back.
+    """
     cos, sin = (table[None, :, None] for table in rope)
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+    tokens = x[:, first:]
+    partners = tokens.roll(tokens.shape[-1] // 2, dims=-1)
+    torch.add(tokens * cos, partners * sin, out=tokens)
 
 
 class GlmFeedForward(nn.Module):
