@@ -138,10 +138,10 @@ class GlmImageDecoder:
         """Name one more token, in place and without synchronising."""
         cos, sin = (table.index_select(0, state.slot) for table in (state.cos, state.sin))
         rope = (cos, sin, state.partner)
-        mask = (state.columns <= state.slot)[None, None, None]
         x = self.text.embed_tokens(state.token)
+        bias = torch.where(state.columns <= state.slot, 0.0, -torch.inf).to(x.dtype)
         for layer, keys, values in zip(self.text.layers, state.keys, state.values, strict=True):
-            x = self._decode_layer(layer, x, rope, keys, values, state.slot, mask)
+            x = self._decode_layer(layer, x, rope, keys, values, state.slot, bias)
         state.slot.add_(1)
         self._choose(state, x)
 
@@ -170,14 +170,14 @@ class GlmImageDecoder:
         keys: torch.Tensor,
         values: torch.Tensor,
         slot: torch.Tensor,
-        mask: torch.Tensor,
+        bias: torch.Tensor,
     ) -> torch.Tensor:
         q, k, v = _project(layer, x, rope)
         keys.index_copy_(2, slot, k)
         values.index_copy_(2, slot, v)
         # The query heads of one key head are rows of one attention: [1, K, Q / K, E].
         grouped = q.view(1, k.shape[1], -1, q.shape[-1])
-        rows = mask.expand(1, 1, grouped.shape[2], -1)
+        rows = bias.expand(1, 1, grouped.shape[2], -1)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=rows)
         return _finish(layer, x, out.reshape(q.shape))
 
