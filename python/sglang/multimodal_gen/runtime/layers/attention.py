@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sglang.multimodal_gen.configs.validation import rejected
+
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -37,6 +39,8 @@ def resolve_attention_backend(name: str, device: torch.device, dtype: torch.dtyp
     """The backend that `auto` means here: cuDNN for half precision on CUDA (530-594 TFLOP/s on an
     H200 against 294-349 for flash), efficient for fp32 on CUDA, flash on the CPU."""
     if name != "auto":
+        if device.type == "cpu" and name in ("cudnn", "efficient"):
+            raise rejected("attention_backend", name, "auto, flash or math on a CPU")
         return name
     if device.type != "cuda":
         return "flash"

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from sglang.multimodal_gen.configs.json_config import checked_fields
 from sglang.multimodal_gen.configs.model_specs import read_json
+from sglang.multimodal_gen.configs.validation import rejected
 from sglang.multimodal_gen.runtime.loader import dummy
 from sglang.multimodal_gen.runtime.loader.weights import (
     CheckpointError,
@@ -38,6 +40,15 @@ class ComponentLoader:
         """A component's JSON config."""
         return read_json(self.folder / name / file)
 
+    def check_class(self, name: str, *accepted: str) -> None:
+        """Raise InvalidParameter where model_index.json names another class for a component: a
+        checkpoint made for it would load, and draw something else."""
+        entry = read_json(self.folder / "model_index.json").get(name)
+        got = entry[1] if isinstance(entry, list) and len(entry) == 2 else entry
+        if got not in accepted:
+            expected = f"{' or '.join(accepted)} as {name} in {self.folder / 'model_index.json'}"
+            raise rejected("model_path", got, expected)
+
     def dit(self, build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
         """The transformer: built without initialisation on its device, then filled strictly."""
         with uninitialised(self.device, dtype):
@@ -53,6 +64,7 @@ class ComponentLoader:
         self, name: str, cls: type, dtype: torch.dtype, device: torch.device
     ) -> torch.nn.Module:
         """A transformers model (`cls` a PreTrainedModel class) of the folder `name`."""
+        self.check_class(name, cls.__name__)
         if self.dummy:
             config = cls.config_class.from_dict(self.config(name))
             return self._random(lambda: cls(config), dtype, device)
@@ -62,6 +74,7 @@ class ComponentLoader:
         self, name: str, cls: type, dtype: torch.dtype, device: torch.device
     ) -> torch.nn.Module:
         """A diffusers model (`cls` a ModelMixin class) of the folder `name`."""
+        self.check_class(name, cls.__name__)
         if self.dummy:
             config = self.config(name)
             return self._random(lambda: cls.from_config(config), dtype, device)
@@ -115,7 +128,7 @@ class ComponentLoader:
                 ignore_mismatched_sizes=True,  # listed in `info` and raised below, with names
                 **options,
             )
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+        except (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot load {cls.__name__}: {error}") from error
         raise_problems(_loading_problems(info), str(path))
         return module.to(device).eval().requires_grad_(False)
@@ -177,4 +190,4 @@ def params_from_config(cls: type, config: Mapping[str, Any]) -> Any:
         raise CheckpointError(
             f"config.json: got options this model lacks: {unknown}, expected {sorted(names)}"
         )
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in public.items()})
+    return cls(**checked_fields(cls, public, "transformer/config.json"))

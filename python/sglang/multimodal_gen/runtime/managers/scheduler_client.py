@@ -11,19 +11,21 @@ from sglang.multimodal_gen.runtime.managers.messages import (
 )
 from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
 
+# One for the process: numeric switches, gates and their counters are the process's.
+_TURN = threading.Lock()
+
 
 class SchedulerClient:
-    """In-process client; safe to call from several threads, which then take turns."""
+    """In-process client. Threads take turns, also those of other models in this process."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._ids = itertools.count()
-        self._turn = threading.Lock()
 
     def generate(self, params: SamplingParams, emit: EmitProgress) -> GenerateResponse:
         """Block until the request is done. Re-raises the worker's exception."""
         request = GenerateRequest(next(self._ids), params)
-        with self._turn:
+        with _TURN:
             self._scheduler.submit(request, emit)
             response = self._scheduler.step()
         if response.error is not None:

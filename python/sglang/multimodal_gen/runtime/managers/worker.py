@@ -1,7 +1,7 @@
 """Owns the device and the pipeline; turns a request into images."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 
 import torch
 
@@ -19,6 +19,7 @@ from sglang.multimodal_gen.runtime.managers.messages import (
     ImageOutput,
     Progress,
 )
+from sglang.multimodal_gen.runtime.managers.numeric_switches import numeric_switches
 from sglang.multimodal_gen.runtime.pipelines.registry import PIPELINES
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
     BatchState,
@@ -90,36 +91,6 @@ def resolve_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise rejected("device", name, "cpu on a machine without a CUDA GPU", "use device='cpu'")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@contextmanager
-def numeric_switches(device: torch.device) -> Iterator[None]:
-    """Set the process-wide switches that change bits, and restore the caller's afterwards.
-
-    TF32 off, cuDNN autotuning off (its choice may differ between runs), reduced-precision
-    reductions in half GEMMs as torch has them by default, ambient autocast off, float32 as the
-    default dtype.
-    """
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    wanted = [
-        (matmul, "allow_tf32", False),
-        (cudnn, "allow_tf32", False),
-        (cudnn, "benchmark", False),
-        (matmul, "allow_bf16_reduced_precision_reduction", True),
-        (matmul, "allow_fp16_reduced_precision_reduction", True),
-    ]
-    previous = [getattr(holder, name) for holder, name, _ in wanted]
-    default_dtype = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float32)
-        for holder, name, value in wanted:
-            setattr(holder, name, value)
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_default_dtype(default_dtype)
-        for (holder, name, _), value in zip(wanted, previous, strict=True):
-            setattr(holder, name, value)
 
 
 def _image_output(image: ImageState) -> ImageOutput:

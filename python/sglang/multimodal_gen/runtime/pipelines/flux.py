@@ -2,6 +2,7 @@
 
 import torch
 
+from sglang.multimodal_gen.configs.json_config import require_number
 from sglang.multimodal_gen.configs.model_specs import ModelSpec
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.layers.attention import (
@@ -43,6 +44,10 @@ def build_flux(
     text_device = torch.device("cpu") if offload else device
 
     on_load("transformer", 0, 4)
+    loader.check_class("transformer", "FluxTransformer2DModel")
+    loader.check_class("scheduler", "FlowMatchEulerDiscreteScheduler")
+    for name in ("scaling_factor", "shift_factor"):
+        require_number(loader.config("vae"), name, "vae/config.json")
     params = params_from_config(FluxParams, loader.config("transformer"))
     backend = resolve_attention_backend(args.attention_backend, device, dit)
     transformer = loader.dit(lambda: FluxTransformer2DModel(params, AttentionBackend(backend)), dit)

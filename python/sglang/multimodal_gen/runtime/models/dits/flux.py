@@ -65,6 +65,7 @@ from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
 
 LN_EPS = 1e-6
 FP16_MAX = 65504
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 FLUX_RESIDUAL_GATE_ADD = BitExactFusionGate("flux.residual_gate_add", per_signature=True)
 FLUX_LN_MODULATE = BitExactFusionGate("flux.layernorm_modulate", per_signature=True)
@@ -234,7 +235,7 @@ class FluxSingleTransformerBlock(nn.Module):
         self.proj_mlp = nn.Linear(dim, 4 * dim)
         self.proj_out = nn.Linear(5 * dim, dim)
         self.attn = FluxAttention(params, attention, joint=False)
-        mark_fused_gelu_site(self, "proj_mlp")
+        _mark_plain_gelu_site(self, "proj_mlp")
 
     def forward(self, joint: torch.Tensor, vec: torch.Tensor, rope: Rope) -> torch.Tensor:
         """joint [B, J, D], vec [B, D]. Returns [B, J, D]."""
@@ -320,7 +321,7 @@ class FluxFusedGELUProj(nn.Module):
     def __init__(self, proj: nn.Linear) -> None:
         super().__init__()
         self.proj = proj
-        mark_fused_gelu_site(self, "proj")
+        _mark_plain_gelu_site(self, "proj")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if fused_gelu_active(self) and can_fuse_linear_gelu(self.proj, x):
@@ -385,6 +386,13 @@ class FluxAdaLayerNormContinuous(nn.Module):
         """x [B, L, D], emb [B, D]. Returns [B, L, D]."""
         scale, shift = self.linear(self.silu(emb)).chunk(2, dim=1)
         return self.norm(x, scale, shift)
+
+
+def _mark_plain_gelu_site(module: nn.Module, linear_name: str) -> None:
+    """Quantized linears (a subclass, or a weight that is not a plain float) are never marked."""
+    linear = module.get_submodule(linear_name)
+    if type(linear) is nn.Linear and linear.weight.dtype in PLAIN_DTYPES:
+        mark_fused_gelu_site(module, linear_name)
 
 
 def _clip_fp16(x: torch.Tensor) -> torch.Tensor:

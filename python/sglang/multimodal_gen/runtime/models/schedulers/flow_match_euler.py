@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
+from sglang.multimodal_gen.configs.json_config import checked_fields
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlowMatchEulerConfig:
@@ -37,7 +39,22 @@ class FlowMatchEulerConfig:
                     f"scheduler_config.json: got {key}={value!r}, which this sampler does not have;"
                     f" expected it absent or one of {accepted}"
                 )
-        return cls(**{k: v for k, v in config.items() if k in known and v is not None})
+        given = {k: v for k, v in config.items() if k in known and v is not None}
+        return cls(**checked_fields(cls, given, "scheduler_config.json"))
+
+    def __post_init__(self) -> None:
+        for name, sound, expected in (
+            ("shift", self.shift > 0, "above 0"),
+            ("num_train_timesteps", self.num_train_timesteps > 0, "above 0"),
+            (
+                "max_image_seq_len",
+                self.max_image_seq_len != self.base_image_seq_len,
+                "unlike base_image_seq_len",
+            ),
+        ):
+            if not sound:
+                got = f"{name}={getattr(self, name)}"
+                raise ValueError(f"scheduler_config.json: got {got}, expected it {expected}")
 
 
 # Options with few values. An option of other samplers is accepted where it is None or False.
