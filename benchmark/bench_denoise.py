@@ -24,7 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark")]
 
 ARMS = ("eager", "lossless", "high", "diffusers", "diffusers-compile")
-MODELS = {"flux1-dev": "FLUX.1-dev", "flux1-schnell": "FLUX.1-schnell"}
+MODELS = {
+    "flux1-dev": "FLUX.1-dev",
+    "flux1-schnell": "FLUX.1-schnell",
+    "glm-image": "GLM-Image",
+}
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,13 @@ def main() -> int:
         print("bench_denoise: got no CUDA GPU, expected one; run it on a machine that has it")
         return 1
     from denoise_arms import DenoiseCase
+    from denoise_glm import GlmDenoiseCase
     from results import merge_rows, print_table
 
     rows = []
     for model in args.models:
-        case = DenoiseCase(MODELS[model], args.width, args.height, args.steps)
+        make_case = GlmDenoiseCase if model == "glm-image" else DenoiseCase
+        case = make_case(MODELS[model], args.width, args.height, args.steps)
         rows += bench_model(model, case, args)
         del case
         torch.cuda.empty_cache()
