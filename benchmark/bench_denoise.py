@@ -85,9 +85,10 @@ def main() -> int:
     from denoise_glm import GlmDenoiseCase
     from results import merge_rows, print_table
 
+    cases = {"glm-image": GlmDenoiseCase}
     rows = []
     for model in args.models:
-        make_case = GlmDenoiseCase if model == "glm-image" else DenoiseCase
+        make_case = cases.get(model, DenoiseCase)
         case = make_case(MODELS[model], args.width, args.height, args.steps)
         rows += bench_model(model, case, args)
         del case

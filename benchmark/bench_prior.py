@@ -36,7 +36,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench_prior: got no CUDA GPU, expected one; run it on a machine that has it")
         return 1
-    from sglang.multimodal_gen.runtime.managers.worker import numeric_switches
+    from sglang.multimodal_gen.runtime.managers.numeric_switches import numeric_switches
 
     device = torch.device("cuda")
     with torch.inference_mode(), numeric_switches(device):
