@@ -80,15 +80,16 @@ def fused_sites(mounted: dict[str, str | None]) -> tuple[dict[str, Any], ...]:
     return tuple(rows)
 
 
-@functools.cache
-def versions() -> dict[str, str | None]:
-    """Versions of what decides the bits; None for what is not installed."""
+def versions() -> dict[str, str | int | None]:
+    """What decides the bits; None for what is not installed."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     packages = ("torch", "triton", "diffusers", "transformers", "cuda-core", DISTRIBUTION)
     found = {name: _version(name) for name in packages}
-    return {**found, "cuda": torch.version.cuda, "gpu": gpu}
+    threads = torch.get_num_threads()  # on a CPU they decide the order of sums
+    return {**found, "cuda": torch.version.cuda, "gpu": gpu, "torch_threads": threads}
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

@@ -96,7 +96,7 @@ def test_every_flag_reaches_its_field():
 
 def test_process_flags_reach_their_fields():
     words = (
-        "--model-path m --num-gpus 1 --no-local-mode --load-format auto --device cuda "
+        "--model-path m --num-gpus 1 --local-mode --load-format auto --device cuda "
         "--dit-precision bf16 --vae-precision fp32 --text-encoder-precision fp16 "
         "--attention-backend cudnn --performance-mode manual --text-encoder-cpu-offload "
         "--enable-torch-compile --no-fast-paths --log-level debug"

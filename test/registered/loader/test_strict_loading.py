@@ -283,3 +283,68 @@ def test_a_local_folder_never_touches_the_network(pristine, monkeypatch):
     with load(pristine) as generator:
         picture(generator)
     assert attempts == []
+
+
+class TestConfigs:
+    """A config of the wrong kind is named before any picture is made."""
+
+    @pytest.mark.parametrize(
+        ("file", "change", "named"),
+        [
+            ("scheduler/scheduler_config.json", {"shift": "3.0"}, "shift: got '3.0'"),
+            ("scheduler/scheduler_config.json", {"shift": 0.0}, "shift=0.0"),
+            ("scheduler/scheduler_config.json", {"num_train_timesteps": 0}, "num_train_timesteps"),
+            ("scheduler/scheduler_config.json", {"use_dynamic_shifting": "false"}, "use_dynamic"),
+            (
+                "scheduler/scheduler_config.json",
+                {"max_image_seq_len": 256, "base_image_seq_len": 256},
+                "max_image_seq_len",
+            ),
+            ("transformer/config.json", {"num_layers": "2"}, "num_layers: got '2'"),
+            ("transformer/config.json", {"guidance_embeds": "false"}, "guidance_embeds"),
+            ("transformer/config.json", {"axes_dims_rope": [7, 13, 12]}, "axes_dims_rope"),
+            ("vae/config.json", {"shift_factor": None}, "shift_factor"),
+            ("vae/config.json", {"scaling_factor": "1"}, "scaling_factor"),
+        ],
+    )
+    def test_wrong_kind_of_value(self, tmp_path, file, change, named):
+        write_tiny_flux(tmp_path, guidance_embeds=True)
+        edit_json(tmp_path / file, change)
+        with pytest.raises(ValueError, match=re.escape(named)):
+            DiffGenerator.from_pretrained(tmp_path, device="cpu")
+
+    @pytest.mark.parametrize(
+        ("component", "cls"),
+        [
+            ("text_encoder", "T5EncoderModel"),
+            ("text_encoder_2", "CLIPTextModel"),
+            ("transformer", "SD3Transformer2DModel"),
+            ("vae", "AsymmetricAutoencoderKL"),
+            ("scheduler", "EulerDiscreteScheduler"),
+        ],
+    )
+    def test_component_of_another_class(self, tmp_path, component, cls):
+        write_tiny_flux(tmp_path, guidance_embeds=True)
+        edit_json(tmp_path / "model_index.json", {component: ["some_library", cls]})
+        with pytest.raises(ValueError, match=f"got '{cls}', expected .* as {component}"):
+            DiffGenerator.from_pretrained(tmp_path, device="cpu")
+
+    @pytest.mark.parametrize("component", ["transformer", "text_encoder", "vae"])
+    def test_tensor_that_is_no_plain_float(self, tmp_path, component):
+        write_tiny_flux(tmp_path, guidance_embeds=True)
+        (path,) = (tmp_path / component).glob("*.safetensors")
+        tensors = load_file(path)
+        name = sorted(tensors)[0]
+        save_file({**tensors, name: tensors[name].to(torch.int32)}, path, {"format": "pt"})
+        with pytest.raises(ValueError, match=f"{re.escape(name)} is I32"):
+            DiffGenerator.from_pretrained(tmp_path, device="cpu")
+
+    def test_a_variant_beside_the_weights_is_left_alone(self, tmp_path):
+        write_tiny_flux(tmp_path, guidance_embeds=True)
+        (path,) = (tmp_path / "transformer").glob("*.safetensors")
+        path.with_suffix(".fp16.safetensors").write_bytes(path.read_bytes())
+        DiffGenerator.from_pretrained(tmp_path, device="cpu").close()
+
+
+def edit_json(path, change):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))

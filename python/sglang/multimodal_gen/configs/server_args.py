@@ -6,7 +6,7 @@ from typing import Any
 from sglang.multimodal_gen.configs import validation
 from sglang.multimodal_gen.configs.model_specs import local_model_folder
 from sglang.multimodal_gen.configs.rules import Choice, Flag, Folder, Integer
-from sglang.multimodal_gen.configs.validation import InvalidParameter, setting
+from sglang.multimodal_gen.configs.validation import InvalidParameter, rejected, setting
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 _PRECISION = Choice(PRECISIONS, optional=True)
@@ -74,6 +74,8 @@ class ServerArgs:
         return asked or ("bf16" if device_type == "cuda" else "fp32")
 
     def _check_conflicts(self) -> None:
+        if not self.local_mode:
+            raise rejected("local_mode", False, "True: the engine runs in this process")
         offload, mode = self.text_encoder_cpu_offload, self.performance_mode
         if (mode == "speed" and offload) or (mode == "memory" and offload is False):
             raise InvalidParameter(

@@ -11,6 +11,7 @@ from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import InvalidParameter, rejected
 from sglang.multimodal_gen.runtime.entrypoints.cli_flags import FlagParser, values_of
 from sglang.multimodal_gen.runtime.entrypoints.console import configure_logging, print_error
+from sglang.multimodal_gen.runtime.entrypoints.image_files import check_output_file, write_file
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.entrypoints.diff_generator import GenerationResult
@@ -33,6 +34,8 @@ def run(words: Sequence[str]) -> int:
         args = ServerArgs.from_kwargs(**values_of(given, ServerArgs))
         request = REQUEST_DEFAULTS | values_of(given, SamplingParams)
         SamplingParams.from_kwargs(**request)
+        if given.json is not None:
+            check_output_file("json", given.json)
     except InvalidParameter as error:
         parser.error(str(error))
     configure_logging(args.log_level)
@@ -43,7 +46,7 @@ def run(words: Sequence[str]) -> int:
         return 2 if isinstance(error, ValueError) else 1
     _print(summary)
     if given.json is not None:
-        given.json.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        write_file(given.json, f"{json.dumps(summary, indent=2)}\n".encode())
     return int(summary["distinct_sha256"] != 1)
 
 

@@ -15,7 +15,11 @@ from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import InvalidParameter
 from sglang.multimodal_gen.report import build_report
-from sglang.multimodal_gen.runtime.entrypoints.image_files import OutputError, save_images
+from sglang.multimodal_gen.runtime.entrypoints.image_files import (
+    OutputError,
+    check_writable_folder,
+    save_images,
+)
 from sglang.multimodal_gen.runtime.entrypoints.progress import make_display
 from sglang.multimodal_gen.runtime.managers.messages import GenerateResponse, ImageOutput
 from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
@@ -91,6 +95,8 @@ class DiffGenerator:
             **_merge(prompt, sampling_params_kwargs or {}, sampling_params)
         )
         params = asked.resolve(self._worker.spec)
+        if params.profile:
+            check_writable_folder("output_path", Path(params.output_path))
         start = time.perf_counter()
         with make_display() as display:
             response = self._client.generate(params, display)

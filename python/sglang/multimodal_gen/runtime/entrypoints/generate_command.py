@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from sglang.multimodal_gen.configs.model_specs import local_model_folder, read_model_spec
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
-from sglang.multimodal_gen.configs.validation import InvalidParameter, rejected
+from sglang.multimodal_gen.configs.validation import InvalidParameter
 from sglang.multimodal_gen.runtime.entrypoints.cli_flags import FlagParser, values_of
 from sglang.multimodal_gen.runtime.entrypoints.console import configure_logging, print_error
 from sglang.multimodal_gen.runtime.entrypoints.image_files import (
     OutputError,
+    check_output_file,
     check_writable_folder,
-    write_atomically,
+    write_file,
 )
 
 if TYPE_CHECKING:
@@ -77,20 +78,14 @@ def _checked_job(given: argparse.Namespace) -> _Job:
         raise InvalidParameter("prompt", 'is missing; pass --prompt "a red apple"')
     server = values_of(given, ServerArgs)
     params, args = SamplingParams.from_kwargs(**request), ServerArgs.from_kwargs(**server)
-    if params.save_output:
+    if params.save_output or params.profile:
         check_writable_folder("output_path", Path(params.output_path))
     if given.report is not None:
-        _check_report_file(given.report)
+        check_output_file("report", given.report)
     folder = local_model_folder(args.model_path, args.load_format)
     if folder is not None:  # a hub id is looked at when it is loaded
         params.fit(read_model_spec(folder))
     return _Job(request=request, server=server, log_level=args.log_level, report=given.report)
-
-
-def _check_report_file(path: Path) -> None:
-    check_writable_folder("report", path.parent)
-    if path.is_dir():
-        raise rejected("report", str(path), "a file name, not a folder")
 
 
 def _run_job(job: _Job) -> int:
@@ -103,7 +98,7 @@ def _run_job(job: _Job) -> int:
         if result.output_file_path is not None:
             print(result.output_file_path)
     if job.report is not None and results:
-        write_atomically(job.report, _report_bytes(results))
+        write_file(job.report, _report_bytes(results))
     if error is not None:
         raise error
     return 0

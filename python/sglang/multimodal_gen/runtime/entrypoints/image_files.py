@@ -107,6 +107,23 @@ def write_atomically(target: Path, data: bytes) -> Path:
     return target
 
 
+def write_file(target: Path, data: bytes) -> None:
+    """Write a report: atomically into a regular or new file, straight through to anything else (a
+    device, a pipe). A link keeps pointing where it did."""
+    if target.exists() and not target.is_file():
+        with _output_errors(target):
+            target.write_bytes(data)
+        return
+    write_atomically(Path(os.path.realpath(target)), data)
+
+
+def check_output_file(name: str, target: Path) -> None:
+    """Raise InvalidParameter(name) when a file of that name could not be written."""
+    check_writable_folder(name, target.parent)
+    if target.is_dir() or len(os.fsencode(target.name)) > MAX_COMPONENT_BYTES:
+        raise rejected(name, str(target), "a file name, not a folder, of at most 255 bytes")
+
+
 def check_writable_folder(name: str, folder: Path) -> None:
     """Raise InvalidParameter(name) when `folder` cannot be written or made. Writes nothing."""
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))

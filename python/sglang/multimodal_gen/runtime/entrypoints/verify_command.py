@@ -13,6 +13,7 @@ from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import InvalidParameter
 from sglang.multimodal_gen.runtime.entrypoints.cli_flags import FlagParser, values_of
 from sglang.multimodal_gen.runtime.entrypoints.console import configure_logging, print_error
+from sglang.multimodal_gen.runtime.entrypoints.image_files import check_output_file, write_file
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,8 @@ def run(words: Sequence[str]) -> int:
         args = ServerArgs.from_kwargs(**values_of(given, ServerArgs))
         request = REQUEST_DEFAULTS | values_of(given, SamplingParams)
         SamplingParams.from_kwargs(**request)
+        if given.json is not None:
+            check_output_file("json", given.json)
     except InvalidParameter as error:
         parser.error(str(error))
     configure_logging(args.log_level)
@@ -59,7 +62,7 @@ def run(words: Sequence[str]) -> int:
         return 2
     _print_rows(rows, has_gpu)
     if given.json is not None:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        write_file(given.json, f"{json.dumps([asdict(row) for row in rows], indent=2)}\n".encode())
     return int(any(row.failed for row in rows))
 
 

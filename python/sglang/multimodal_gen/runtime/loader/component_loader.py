@@ -57,6 +57,7 @@ class ComponentLoader:
             dummy.fill_random(module, self.device)
         else:
             path = self.folder / "transformer"
+            check_weight_files(path)
             load_strict(module, iterate_weights(path), str(path))
         return module.eval().requires_grad_(False)
 

@@ -8,6 +8,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 INDEX_SUFFIX = ".safetensors.index.json"
+FLOAT_DTYPES = ("F32", "BF16", "F16", "F64")
+INDEX_BUFFERS = ("position_ids",)  # integer buffers that older text encoders carry along
 
 
 class CheckpointError(ValueError):
@@ -18,7 +20,8 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a component, through its index when it is sharded."""
     indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
     if not indexes:
-        files = sorted(folder.glob("*.safetensors"))
+        # a dot in the stem marks a variant, as in model.fp16.safetensors: the plain file counts
+        files = sorted(p for p in folder.glob("*.safetensors") if "." not in p.stem)
         if not files:
             raise CheckpointError(
                 f"{folder}: got no *.safetensors file, expected the weights there"
@@ -45,16 +48,22 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Raise `CheckpointError` for a missing, corrupt or truncated file; reads headers only."""
+    """Raise `CheckpointError` for a missing, corrupt or truncated file, and for a tensor that is
+    not a plain float (a quantized checkpoint); reads headers only."""
+    problems = []
     for path in weight_files(folder):
-        with _open(path):
-            pass
+        with _open(path) as file:
+            for name in file.keys():
+                dtype = file.get_slice(name).get_dtype()
+                if dtype not in FLOAT_DTYPES and not name.endswith(INDEX_BUFFERS):
+                    problems.append(f"{name} is {dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
+    raise_problems(problems, str(folder))
 
 
 def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path}: got a corrupt or truncated file ({error}), expected safetensors;"
             " fetch it again"

@@ -15,6 +15,7 @@ from sglang.multimodal_gen.runtime.loader.component_loader import (
     params_from_config,
 )
 from sglang.multimodal_gen.runtime.loader.dummy import ByteTokenizer
+from sglang.multimodal_gen.runtime.loader.weights import CheckpointError
 from sglang.multimodal_gen.runtime.models.dits.flux import FluxParams, FluxTransformer2DModel
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import FlowMatchEulerConfig
 from sglang.multimodal_gen.runtime.pipelines.base import LoadProgress, Pipeline
@@ -55,6 +56,11 @@ def build_flux(
     on_load("text_encoder", 1, 4)
     clip = loader.transformers_model("text_encoder", CLIPTextModel, text_dtype, text_device)
     clip_tokenizer = loader.tokenizer("tokenizer", CLIPTokenizer, ByteTokenizer(77, bos=True))
+    if clip_tokenizer.model_max_length > clip.config.max_position_embeddings:
+        raise CheckpointError(
+            f"{loader.folder}/tokenizer: got model_max_length {clip_tokenizer.model_max_length},"
+            f" expected at most the text encoder's {clip.config.max_position_embeddings} positions"
+        )
 
     on_load("text_encoder_2", 2, 4)
     t5 = loader.transformers_model("text_encoder_2", T5EncoderModel, text_dtype, text_device)

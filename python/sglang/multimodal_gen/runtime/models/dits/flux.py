@@ -103,10 +103,11 @@ class FluxTransformer2DModel(nn.Module):
 
     def __init__(self, params: FluxParams, attention: AttentionBackend) -> None:
         super().__init__()
-        if sum(params.axes_dims_rope) != params.attention_head_dim:
+        axes, head = params.axes_dims_rope, params.attention_head_dim
+        if sum(axes) != head or any(dim % 2 for dim in axes):
             raise ValueError(
-                f"axes_dims_rope: got {params.axes_dims_rope} (sum {sum(params.axes_dims_rope)}),"
-                f" expected a sum of attention_head_dim = {params.attention_head_dim}"
+                f"axes_dims_rope: got {axes}, expected even sizes that sum to"
+                f" attention_head_dim = {head}"
             )
         self.params = params
         dim = params.hidden

@@ -58,10 +58,9 @@ def tokenize(tokenizer: Any, prompt: str, max_length: int, encoder: str) -> torc
     full_length = len(tokenizer([prompt], verbose=False).input_ids[0])
     if full_length > max_length:
         logger.warning(
-            "The %s encoder reads %d of the prompt's %d tokens; the rest is cut for it alone%s.",
+            "The %s encoder reads %d of the prompt's %d tokens; the rest is cut for it alone.",
             encoder,
             max_length,
             full_length,
-            "" if encoder == "T5" else " (T5 reads its own, longer part)",
         )
     return ids
