@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 INDEX_SUFFIX = ".safetensors.index.json"
 FLOAT_DTYPES = ("F32", "BF16", "F16", "F64")
-INDEX_BUFFERS = ("position_ids",)  # integer buffers that older text encoders carry along
+INDEX_BUFFERS = ("position_ids", "num_batches_tracked")  # integers by nature, in any checkpoint
 
 
 class CheckpointError(ValueError):
