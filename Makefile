@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# spinning OpenMP threads cost a shared machine far more than they gain an idle one
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: demo test lint bench gallery results
 

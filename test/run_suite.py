@@ -204,8 +204,24 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, help="files at a time (CPU suites: 2, GPU suites: 1)")
     parser.add_argument("--json", type=Path, help="write every test's outcome to this file")
     parser.add_argument("--list", action="store_true", help="print the files and stop")
+    parser.add_argument(
+        "--without-gpu", action="store_true", help="run a GPU suite's CPU tests; no --json"
+    )
     parser.add_argument("--folder", type=Path, default=REGISTERED, help="where to look for tests")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.json and arguments.without_gpu:
+        parser.error("--json: got it with --without-gpu, expected a run on a GPU")
+    return arguments
+
+
+def _require_gpu() -> None:
+    """Raise ValueError on a machine where every test of a GPU suite would be left out."""
+    import torch  # not at the top: listing a suite must not wait for it
+
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "got no CUDA GPU, expected one for this suite; --without-gpu runs its CPU tests alone"
+        )
 
 
 def _select(arguments: argparse.Namespace) -> list[SuiteFile]:
@@ -223,6 +239,8 @@ def main() -> int:
     arguments = _parse_arguments()
     try:
         files = _select(arguments)
+        if files[0][1].backend == "cuda" and not (arguments.list or arguments.without_gpu):
+            _require_gpu()
         if arguments.json:
             package_commit()  # fail before the tests, not after them
     except ValueError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TARGET = HERE.parents[1] / "python/sglang/multimodal_gen/bundled_model"
+LICENCE = "LICENSE-fluent-emoji.txt"
 LIMIT_BYTES = 24_000_000
 CFG_CHOICES = (2.5, 2.0, 3.0, 1.0, 4.0)  # the first of equals wins
 EXPECTED = [
@@ -36,6 +37,7 @@ def main() -> None:
     cfg = options.true_cfg_scale or best_cfg(results.get("top1", {}))
     set_default_cfg(options.target, cfg)
     (options.target / "README.md").write_text(card(results, cfg))
+    shutil.copy(HERE / LICENCE, options.target / LICENCE)
     total = sum(f.stat().st_size for f in options.target.rglob("*") if f.is_file())
     print(f"{options.target}: {total / 1e6:.2f} MB, true_cfg_scale {cfg:g}")
 

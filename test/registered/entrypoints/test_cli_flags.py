@@ -145,7 +145,8 @@ def test_the_help_fits_two_screens(capsys):
 def test_an_unknown_command_lists_the_commands(words, capsys):
     assert cli.main(words) == 2
     message = capsys.readouterr().err
-    assert "sglang: error: unknown command" in message and "verify" in message
+    wrong = "unknown command" if words else "a command is missing"
+    assert f"sglang: error: {wrong}" in message and "verify" in message
     assert len(message) < 1000 and ("'generate'" in message) == (words == ["gnerate"])
 
 
