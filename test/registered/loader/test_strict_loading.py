@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.configs.validation import InvalidParameter
 from sglang.multimodal_gen.runtime.loader.component_loader import params_from_config
+from sglang.multimodal_gen.runtime.loader.dummy import fill_random
 from sglang.multimodal_gen.runtime.loader.weights import CheckpointError, load_strict
 from sglang.multimodal_gen.runtime.models.dits.flux import FluxParams
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -348,3 +349,10 @@ class TestConfigs:
 
 def edit_json(path, change):
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+
+def test_random_weights_that_do_not_fit_in_memory_are_refused_at_once():
+    with torch.device("meta"):
+        module = torch.nn.Linear(2**22, 2**22)  # 64 TiB
+    with pytest.raises(MemoryError, match=r"65536\.0 GiB, .* GiB are free"):
+        fill_random(module, torch.device("cpu"))

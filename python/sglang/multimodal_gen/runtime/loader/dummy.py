@@ -1,5 +1,6 @@
 """Random weights and a stand-in tokenizer for `load_format="dummy"`: full sizes, no download."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -16,11 +17,30 @@ def fill_random(module: torch.nn.Module, device: torch.device) -> None:
     model; a one-dimensional `weight` is a norm's gain and stays near 1, so activations stay finite
     over dozens of blocks.
     """
+    require_memory(module, device)
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     for name, parameter in module.named_parameters():
         parameter.normal_(0.0, 0.02, generator=generator)
         if parameter.ndim == 1 and name.endswith("weight"):
             parameter.add_(1.0)
+
+
+def require_memory(module: torch.nn.Module, device: torch.device) -> None:
+    """Raise MemoryError where filling a module on the CPU would run the machine out of memory.
+
+    Its memory is not taken until it is written, so nothing else would stop it in time.
+    """
+    meminfo = Path("/proc/meminfo")
+    if device.type != "cpu" or not meminfo.exists():
+        return
+    needed = sum(p.numel() * p.element_size() for p in module.parameters())
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    if needed > free:
+        raise MemoryError(
+            f"{type(module).__name__}: random weights take {needed / 2**30:.1f} GiB, {free / 2**30:.1f}"
+            " GiB are free; use a GPU, a lower precision or a smaller model"
+        )
 
 
 class ByteTokenizer:

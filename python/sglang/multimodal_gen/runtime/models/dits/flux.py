@@ -106,7 +106,7 @@ class FluxTransformer2DModel(nn.Module):
         axes, head = params.axes_dims_rope, params.attention_head_dim
         if sum(axes) != head or any(dim % 2 for dim in axes):
             raise ValueError(
-                f"axes_dims_rope: got {axes}, expected even sizes that sum to"
+                f"axes_dims_rope: got {axes} (sum {sum(axes)}), expected even sizes that sum to"
                 f" attention_head_dim = {head}"
             )
         self.params = params
