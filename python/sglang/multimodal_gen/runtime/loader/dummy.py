@@ -38,8 +38,8 @@ def require_memory(module: torch.nn.Module, device: torch.device) -> None:
     free = int(fields["MemAvailable"].split()[0]) * 1024
     if needed > free:
         raise MemoryError(
-            f"{type(module).__name__}: random weights take {needed / 2**30:.1f} GiB, {free / 2**30:.1f}"
-            " GiB are free; use a GPU, a lower precision or a smaller model"
+            f"{type(module).__name__}: random weights take {needed / 2**30:.1f} GiB,"
+            f" {free / 2**30:.1f} GiB are free; use a GPU, a lower precision or a smaller model"
         )
 
 
