@@ -105,8 +105,7 @@ class DiffGenerator:
         self._warn_unmounted(results[0].report)
         if params.save_output:
             _save(results, params)
-        several = params.num_images > 1 or isinstance(params.prompt, tuple)
-        return results if several else results[0]
+        return results if params.num_images > 1 else results[0]
 
     @property
     def device(self) -> torch.device:
