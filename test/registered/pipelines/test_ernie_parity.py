@@ -6,13 +6,11 @@ unpadded; diffusers runs them as one padded batch, whose GEMMs round otherwise. 
 and pixels equal, but where a rounding decides.
 """
 
-from collections import defaultdict
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 import torch
 from diffusers import ErnieImagePipeline, FlowMatchEulerDiscreteScheduler
+from parity import Pair, Trace
 
 from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import FlowMatchEulerConfig
@@ -39,25 +37,12 @@ CFG = {
 }
 
 
-@dataclass
-class Trace:
-    """What passed through the components of one pipeline: name -> tensors in call order."""
-
-    seen: dict[str, list] = field(default_factory=lambda: defaultdict(list))
-
+class ErnieTrace(Trace):
     def watch(self, text_encoder, transformer, vae):
         """Record the calls of these modules from now on."""
         text_encoder.register_forward_hook(self._text, with_kwargs=True)
         transformer.register_forward_hook(self._transformer, with_kwargs=True)
-        decode = vae.decode
-
-        def recording_decode(latents, **options):
-            decoded = decode(latents, **options)
-            self.seen["decoded from"] += list(latents)
-            self.seen["decoded"] += list(decoded[0])
-            return decoded
-
-        vae.decode = recording_decode
+        self.watch_decode(vae)
         return self
 
     def _text(self, module, args, kwargs, output):
@@ -81,44 +66,21 @@ class Trace:
         ]
         self.seen["calls"].append(rows)
 
-    def take(self):
-        """The recorded tensors; the next request starts empty."""
-        taken = dict(self.seen)
-        self.seen.clear()
-        return taken
 
-
-class Pair:
-    """One checkpoint loaded by both implementations."""
-
+class ErniePair(Pair):
     def __init__(self, folder):
         self.engine = DiffGenerator.from_pretrained(folder, log_level="error", device="cpu")
         text, *_, denoising, decoding = self.engine._worker.pipeline.stages
-        self.ours = Trace().watch(text.text_encoder, denoising.transformer, decoding.vae)
+        self.ours = ErnieTrace().watch(text.text_encoder, denoising.transformer, decoding.vae)
         self.reference = ErnieImagePipeline.from_pretrained(folder, local_files_only=True)
         self.reference.set_progress_bar_config(disable=True)
         ref = self.reference
-        self.theirs = Trace().watch(ref.text_encoder, ref.transformer, ref.vae)
-
-    def run_ours(self, prompt, n, seed, **request):
-        """(pixels uint8 of each image, trace)"""
-        made = self.engine.generate(
-            prompt, num_outputs_per_prompt=n, seed=seed, return_frames=True, **request
-        )
-        return [r.frames for r in (made if n > 1 else [made])], self.ours.take()
-
-    def run_reference(self, prompt, n, seed, **request):
-        """(pixels in 0..1 of each image, trace)"""
-        generators = [torch.Generator("cpu").manual_seed(seed + i) for i in range(n)]
-        images = self.reference(
-            prompt, num_images_per_prompt=n, generator=generators, output_type="np", **request
-        ).images
-        return list(images), self.theirs.take()
+        self.theirs = ErnieTrace().watch(ref.text_encoder, ref.transformer, ref.vae)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    return Pair(write_tiny_ernie(tmp_path_factory.mktemp("tiny") / "ernie", with_pe=False))
+    return ErniePair(write_tiny_ernie(tmp_path_factory.mktemp("tiny") / "ernie", with_pe=False))
 
 
 def assert_close(got, expected, where):

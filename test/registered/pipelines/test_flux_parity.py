@@ -6,13 +6,11 @@ makes them in one batch, whose GEMMs round otherwise; so pixels are equal to tho
 single-image call, and those of its batched call may differ only where a rounding decides.
 """
 
-from collections import defaultdict
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline
+from parity import Pair, Trace
 
 from sglang.multimodal_gen import DiffGenerator
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -33,26 +31,13 @@ RENAMED = {"hidden_states": "img", "encoder_hidden_states": "txt", "pooled_proje
 OURS = ("img", "txt", "pooled", "timestep", "img_ids", "txt_ids", "guidance")
 
 
-@dataclass
-class Trace:
-    """What passed through the components of one pipeline: name -> tensors in call order."""
-
-    seen: dict[str, list] = field(default_factory=lambda: defaultdict(list))
-
+class FluxTrace(Trace):
     def watch(self, clip, t5, transformer, vae):
         """Record the calls of these modules from now on."""
         clip.register_forward_hook(self._clip, with_kwargs=True)
         t5.register_forward_hook(self._t5, with_kwargs=True)
         transformer.register_forward_hook(self._transformer, with_kwargs=True)
-        decode = vae.decode
-
-        def recording_decode(latents, **options):
-            decoded = decode(latents, **options)
-            self.seen["decoded from"] += list(latents)
-            self.seen["decoded"] += list(decoded[0])
-            return decoded
-
-        vae.decode = recording_decode
+        self.watch_decode(vae)
         return self
 
     def _clip(self, module, args, kwargs, output):
@@ -70,49 +55,28 @@ class Trace:
                 self.seen[RENAMED.get(name, name)].append(value)
         self.seen["velocity"].append(output if isinstance(output, torch.Tensor) else output[0])
 
-    def take(self):
-        """The recorded tensors; the next request starts empty."""
-        taken = dict(self.seen)
-        self.seen.clear()
-        return taken
 
-
-class Pair:
-    """One checkpoint loaded by both implementations."""
-
+class FluxPair(Pair):
     def __init__(self, folder):
         self.engine = DiffGenerator.from_pretrained(folder, log_level="error", device="cpu")
         stages = self.engine._worker.pipeline.stages
         text, *_, denoising, decoding = stages
-        self.ours = Trace().watch(
+        self.ours = FluxTrace().watch(
             text.text_encoder, text.text_encoder_2, denoising.transformer, decoding.vae
         )
         self.reference = FluxPipeline.from_pretrained(folder, local_files_only=True)
         self.reference.set_progress_bar_config(disable=True)
         ref = self.reference
-        self.theirs = Trace().watch(ref.text_encoder, ref.text_encoder_2, ref.transformer, ref.vae)
-
-    def run_ours(self, prompt, n, seed, **request):
-        """(pixels uint8 of each image, trace)"""
-        made = self.engine.generate(
-            prompt, num_outputs_per_prompt=n, seed=seed, return_frames=True, **request
+        self.theirs = FluxTrace().watch(
+            ref.text_encoder, ref.text_encoder_2, ref.transformer, ref.vae
         )
-        return [r.frames for r in (made if n > 1 else [made])], self.ours.take()
-
-    def run_reference(self, prompt, n, seed, **request):
-        """(pixels in 0..1 of each image, trace)"""
-        generators = [torch.Generator("cpu").manual_seed(seed + i) for i in range(n)]
-        images = self.reference(
-            prompt, num_images_per_prompt=n, generator=generators, output_type="np", **request
-        ).images
-        return list(images), self.theirs.take()
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     return {
-        name: Pair(write_tiny_flux(folder / name, guidance_embeds=name == "dev"))
+        name: FluxPair(write_tiny_flux(folder / name, guidance_embeds=name == "dev"))
         for name in ("dev", "schnell")
     }
 

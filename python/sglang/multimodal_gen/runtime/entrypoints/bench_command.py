@@ -1,17 +1,19 @@
 """`sglang bench`: seconds a picture takes on this machine, with this model and these settings."""
 
-import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import InvalidParameter, rejected
-from sglang.multimodal_gen.runtime.entrypoints.cli_flags import FlagParser, values_of
+from sglang.multimodal_gen.runtime.entrypoints.cli_flags import FlagParser
 from sglang.multimodal_gen.runtime.entrypoints.console import configure_logging, print_error
-from sglang.multimodal_gen.runtime.entrypoints.image_files import check_output_file, write_file
+from sglang.multimodal_gen.runtime.entrypoints.inspection import (
+    add_json_flag,
+    checked_settings,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.runtime.entrypoints.diff_generator import GenerationResult
@@ -31,22 +33,17 @@ def run(words: Sequence[str]) -> int:
     try:
         if given.runs < 2:
             raise rejected("runs", given.runs, "at least 2: the first warms up and is dropped")
-        args = ServerArgs.from_kwargs(**values_of(given, ServerArgs))
-        request = REQUEST_DEFAULTS | values_of(given, SamplingParams)
-        SamplingParams.from_kwargs(**request)
-        if given.json is not None:
-            check_output_file("json", given.json)
+        args, request = checked_settings(given, REQUEST_DEFAULTS)
     except InvalidParameter as error:
         parser.error(str(error))
     configure_logging(args.log_level)
     try:
         summary = measure(args, request, given.runs)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
         print_error(PROG, error)
         return 2 if isinstance(error, ValueError) else 1
     _print(summary)
-    if given.json is not None:
-        write_file(given.json, f"{json.dumps(summary, indent=2)}\n".encode())
+    write_json(given.json, summary)
     return int(summary["distinct_sha256"] != 1)
 
 
@@ -62,7 +59,7 @@ def build_parser() -> FlagParser:
         metavar="N",
         help=f"requests in all; the first is dropped [{DEFAULT_RUNS}]",
     )
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the medians")
+    add_json_flag(parser, "write the medians")
     return parser
 
 

@@ -1,19 +1,21 @@
 """`sglang verify`: every fused site against its eager chain, on this machine, on this model."""
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import InvalidParameter
-from sglang.multimodal_gen.runtime.entrypoints.cli_flags import FlagParser, values_of
+from sglang.multimodal_gen.runtime.entrypoints.cli_flags import FlagParser
 from sglang.multimodal_gen.runtime.entrypoints.console import configure_logging, print_error
-from sglang.multimodal_gen.runtime.entrypoints.image_files import check_output_file, write_file
+from sglang.multimodal_gen.runtime.entrypoints.inspection import (
+    add_json_flag,
+    checked_settings,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -47,22 +49,17 @@ def run(words: Sequence[str]) -> int:
     parser = build_parser()
     given = parser.parse(words)
     try:
-        args = ServerArgs.from_kwargs(**values_of(given, ServerArgs))
-        request = REQUEST_DEFAULTS | values_of(given, SamplingParams)
-        SamplingParams.from_kwargs(**request)
-        if given.json is not None:
-            check_output_file("json", given.json)
+        args, request = checked_settings(given, REQUEST_DEFAULTS)
     except InvalidParameter as error:
         parser.error(str(error))
     configure_logging(args.log_level)
     try:
         rows, has_gpu = verify(args, request)
-    except ValueError as error:
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
         print_error(PROG, error)
-        return 2
+        return 2 if isinstance(error, ValueError) else 1
     _print_rows(rows, has_gpu)
-    if given.json is not None:
-        write_file(given.json, f"{json.dumps([asdict(row) for row in rows], indent=2)}\n".encode())
+    write_json(given.json, [asdict(row) for row in rows])
     return int(any(row.failed for row in rows))
 
 
@@ -71,9 +68,7 @@ def build_parser() -> FlagParser:
     parser = FlagParser(PROG, "Compare every fused site of a model with its eager chain.")
     parser.add_settings(ServerArgs, "process")
     parser.add_settings(SamplingParams, "picture that the sites are met in", REQUEST_DEFAULTS)
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", default=None, help="write the table as JSON"
-    )
+    add_json_flag(parser, "write the table as JSON")
     return parser
 
 
