@@ -58,11 +58,11 @@ def test_a_site_that_its_kernel_takes_but_does_not_run_is_a_failure(
         raise RuntimeError("no such kernel here")
 
     monkeypatch.setattr(
-        "sglang.multimodal_gen.runtime.models.dits.flux.can_use_gelu_tanh_concat_cuda",
+        "sglang.multimodal_gen.runtime.models.dits.flux_sites.can_use_gelu_tanh_concat_cuda",
         lambda *args: True,
     )
     monkeypatch.setattr(
-        "sglang.multimodal_gen.runtime.models.dits.flux.gelu_tanh_concat_cuda", broken
+        "sglang.multimodal_gen.runtime.models.dits.flux_sites.gelu_tanh_concat_cuda", broken
     )
     table = tmp_path / "sites.json"
     assert main(["verify", "--model-path", checkpoint, "--json", str(table), *SMALL]) == 1
