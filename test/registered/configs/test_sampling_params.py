@@ -32,6 +32,8 @@ REFUSED = {
     "generator_device": ["gpu", None, 0],
     "max_sequence_length": [0, -1, 4097, "x", 1.0],
     "use_pe": [0, "yes", [True]],
+    "image": [3, "", "a\0b", "no/such/file", b"", b"x", [], [None], {"a": 1}, True],
+    "strength": [0, -0.5, 1.01, float("nan"), "0.5", True],
     "output_path": ["", " ", "a\0b", b"out", 3, None, "x" * 256],
     "output_file_name": ["", "..", ".hidden", "../x", "/etc/x", "a/b", "a\\b", "a\0b", "a\nb"],
     "save_output": [1, "yes", None],

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from PIL import Image
 
 from sglang import cli
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
@@ -21,8 +22,8 @@ PINNED = """
     --help --report
     --prompt --negative-prompt --width --height --num-inference-steps --guidance-scale
     --true-cfg-scale --seed --num-outputs-per-prompt --quality --generator-device
-    --max-sequence-length --use-pe --output-path --output-file-name --save-output --output-format
-    --output-compression --return-frames --profile --num-profiled-timesteps
+    --max-sequence-length --use-pe --image --strength --output-path --output-file-name
+    --save-output --output-format --output-compression --return-frames --profile --num-profiled-timesteps
     --model-path --num-gpus --local-mode --load-format --device --dit-precision --vae-precision
     --text-encoder-precision --attention-backend --performance-mode --text-encoder-cpu-offload
     --enable-torch-compile --fast-paths --log-level
@@ -60,13 +61,16 @@ def test_the_command_line_has_pythons_defaults():
     assert COMMAND_DEFAULTS == {"save_output": True}  # the one difference, shown in the help
 
 
-def test_every_flag_reaches_its_field():
+def test_every_flag_reaches_its_field(tmp_path):
+    picture = tmp_path / "in.png"
+    Image.new("RGB", (2, 1)).save(picture)
     words = (
         "--prompt p --negative-prompt n --width 64 --height 96 --num-inference-steps 2 "
         "--guidance-scale 0 --true-cfg-scale 1.5 --seed 0 --num-outputs-per-prompt 3 "
         "--quality exact --generator-device cuda --max-sequence-length 77 --output-path o "
         "--output-file-name f --no-save-output --output-format webp --output-compression 0 "
-        "--return-frames --profile --num-profiled-timesteps 2 --no-use-pe"
+        "--return-frames --profile --num-profiled-timesteps 2 --no-use-pe "
+        f"--strength 0.5 --image {picture}"
     ).split()
     params = SamplingParams(**values_of(parse(*words), SamplingParams))
     assert dataclasses.asdict(params) == {
@@ -83,6 +87,8 @@ def test_every_flag_reaches_its_field():
         "generator_device": "cuda",
         "max_sequence_length": 77,
         "use_pe": False,
+        "image": ({"width": 2, "height": 1, "rgb": bytes(6)},),
+        "strength": 0.5,
         "output_path": "o",
         "output_file_name": "f",
         "save_output": False,
@@ -107,9 +113,10 @@ def test_process_flags_reach_their_fields():
     assert changed == set() and not values["fast_paths"] and values["text_encoder_cpu_offload"]
 
 
-def test_repeated_prompts_and_seeds_make_lists():
-    given = parse("--prompt", "a b", "--prompt", "", "--seed", "1", "--seed", "0")
-    assert values_of(given, SamplingParams) == {"prompt": ["a b", ""], "seed": [1, 0]}
+def test_repeated_flags_make_lists():
+    words = ("--prompt", "a b", "--prompt", "", *"--seed 1 --seed 0 --image x --image y".split())
+    expected = {"prompt": ["a b", ""], "seed": [1, 0], "image": ["x", "y"]}
+    assert values_of(parse(*words), SamplingParams) == expected
 
 
 @pytest.mark.parametrize("text", ["x", "1e3", "4.0", "", "nan", "9" * 5000])

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.validation import (
@@ -41,6 +41,10 @@ class ModelSpec:
     guidance_scale_is_cfg: bool = False  # guidance_scale and true_cfg_scale are one parameter
     use_pe: bool = False
     has_prompt_enhancer: bool = False
+    # how pictures of the request act: noised and denoised again, or read beside the text
+    edits: Literal["img2img", "condition"] | None = None
+    max_condition_images: int = 1  # where the model edits
+    strength: float | None = None  # of img2img
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> "ModelSpec":
         """The spec with a checkpoint's own defaults, checked as strictly as a request.

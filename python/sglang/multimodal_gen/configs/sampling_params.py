@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.configs import validation
+from sglang.multimodal_gen.configs.condition_image import ConditionImage, ConditionImages
 from sglang.multimodal_gen.configs.rules import (
     Choice,
     FileName,
@@ -28,6 +29,7 @@ MAX_IMAGES = 256  # prompts x num_outputs_per_prompt
 MAX_PROMPT_BYTES = 65536
 DEFAULT_OUTPUT_PATH = "outputs"
 DEFAULT_PROFILED_TIMESTEPS = 5
+MIN_STRENGTH = 0.001  # of the most steps that there can be, one
 FORMAT_OF_EXTENSION = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp"}
 
 
@@ -94,6 +96,12 @@ class SamplingParams:
     use_pe: bool | None = setting(
         None, Flag(optional=True), "rewrite prompts by the checkpoint's prompt enhancer"
     )
+    image: tuple[ConditionImage, ...] | None = setting(
+        None, ConditionImages(), "picture to start from, where the model edits; repeat for several"
+    )
+    strength: float | None = setting(
+        None, Number(MIN_STRENGTH, 1, optional=True), "how far to leave the image; 1: entirely"
+    )
     output_path: str = setting(DEFAULT_OUTPUT_PATH, Folder(), "folder of the pictures")
     output_file_name: str | None = setting(
         None, FileName(optional=True), "name in that folder; an existing file is replaced"
@@ -142,7 +150,8 @@ class SamplingParams:
         """The same request for one model: its defaults filled in, its limits checked.
 
         Raises InvalidParameter for a size that is not a multiple of what the model needs, for too
-        many text tokens, and for a prompt enhancer or a second guidance that the model lacks.
+        many text tokens, for pictures to edit that the model cannot take, and for a prompt enhancer
+        or a second guidance that the model lacks.
         """
         missing = {
             field.name: getattr(spec, field.name)
@@ -151,6 +160,8 @@ class SamplingParams:
         }
         if spec.guidance_scale_is_cfg:
             missing |= self._one_guidance(spec)
+        if self.image is None:
+            missing.pop("strength", None)
         resolved = replace(self, **missing)
         for name in ("width", "height"):
             _check_multiple(name, getattr(resolved, name), spec.size_multiple)
@@ -160,6 +171,8 @@ class SamplingParams:
         if resolved.use_pe and not spec.has_prompt_enhancer:
             expected = "False or None: this checkpoint has no prompt enhancer (`pe`)"
             raise rejected("use_pe", resolved.use_pe, expected)
+        if self.image is not None:
+            _check_edit(self.image, spec)
         return resolved
 
     def _cfg_scale(self, spec: "ModelSpec") -> float:
@@ -189,6 +202,12 @@ class SamplingParams:
             ),
             f"true_cfg_scale={scale} has no effect without negative_prompt; give one, it may be "
             "empty": scale > 1 and not has_negative,
+            "strength has no effect without image": (
+                self.strength is not None and self.image is None
+            ),
+            "strength has no effect: this model reads the image as a condition": (
+                self.strength is not None and self.image is not None and spec.edits == "condition"
+            ),
             "output_compression has no effect on png, which is lossless": (
                 self.output_compression is not None and self.output_format == "png"
             ),
@@ -254,3 +273,13 @@ def _check_multiple(name: str, value: int, multiple: int) -> None:
         options = [size for size in (below, below + multiple) if 16 <= size <= MAX_SIDE]
         advice = "use " + " or ".join(map(str, options))
         raise rejected(name, value, f"a multiple of {multiple} for this model", advice)
+
+
+def _check_edit(images: tuple[ConditionImage, ...], spec: "ModelSpec") -> None:
+    count = "one picture" if len(images) == 1 else f"{len(images)} pictures"
+    if spec.edits is None:
+        cannot = f"this model ({spec.pipeline_class}) makes pictures from text alone"
+        raise InvalidParameter("image", f"got {count}, expected None: {cannot}")
+    if len(images) > spec.max_condition_images:
+        expected = f"at most {spec.max_condition_images} for this model ({spec.pipeline_class})"
+        raise InvalidParameter("image", f"got {count}, expected {expected}")
