@@ -18,7 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang.kernels.jit import CudaKernel, JitUnavailable
-from sglang.kernels.ops.diffusion.vector_tile import MAX_VECTORS, VECTOR_BYTES, VectorTile
+from sglang.kernels.ops.diffusion.vector_tile import (
+    MAX_VECTORS,
+    VECTOR_BYTES,
+    VectorTile,
+    row_distance,
+)
 from sglang.kernels.registration import (
     describe,
     needs_dispatcher,
@@ -47,22 +52,11 @@ def can_use_gelu_tanh_concat_cuda(attn: Tensor, mlp: Tensor) -> bool:
     values = attn.numel() + mlp.numel()
     if not attn.numel() or not mlp.numel() or values > MAX_VECTORS * _VALUES:
         return False
-    if _row_distance(attn) % _VALUES or _row_distance(mlp) % _VALUES:
+    if row_distance(attn) % _VALUES or row_distance(mlp) % _VALUES:
         return False
     if (attn.data_ptr() | mlp.data_ptr()) % VECTOR_BYTES:
         return False
     return not wants_gradient(attn, mlp)
-
-
-def _row_distance(x: Tensor) -> int:
-    """Values from one row of x [B, S, D] to the next; 1 where rows have no common distance."""
-    batch, rows, width = x.shape
-    outer, row, inner = x.stride()
-    if inner != 1:
-        return 1
-    if rows == 1:
-        return outer if batch > 1 else width
-    return row if batch == 1 or outer == rows * row else 1
 
 
 class GeluTanhConcatKernels:
@@ -89,8 +83,8 @@ class GeluTanhConcatKernels:
             attn.data_ptr(),
             mlp.data_ptr(),
             out.data_ptr(),
-            _row_distance(attn) // _VALUES,
-            _row_distance(mlp) // _VALUES,
+            row_distance(attn) // _VALUES,
+            row_distance(mlp) // _VALUES,
             vectors,
             width // _VALUES,
             columns,

@@ -1,4 +1,4 @@
-"""What the elementwise CUDA kernels share: 16-byte vectors, tiles of them, kernel names."""
+"""What the elementwise CUDA kernels share: 16-byte vectors, rows and tiles of them, names."""
 
 from __future__ import annotations
 
@@ -34,3 +34,14 @@ class VectorTile:
             signature,
             (f"BLOCK={self.block}", f"VECTORS_PER_THREAD={self.vectors_per_thread}"),
         )
+
+
+def row_distance(x: torch.Tensor) -> int:
+    """Values from one row of x [B, S, D] to the next; 1 where rows have no common distance."""
+    batch, rows, width = x.shape
+    outer, row, inner = x.stride()
+    if inner != 1:
+        return 1
+    if rows == 1:
+        return outer if batch > 1 else width
+    return row if batch == 1 or outer == rows * row else 1

@@ -4,6 +4,7 @@
 // adjoin; attn and mlp have `attn_stride` and `mlp_stride` vectors from row to row. All of out has
 // `vectors` vectors, fewer than 2^32. `row_step` and `column_step` are blockDim.x divided by columns.
 #include "rounding.cuh"
+#include "row_walk.cuh"
 
 // The tanh-GELU of aten's CUDA kernel, in float32:
 //   0.5 x (1 + tanh(beta (x + kappa x^3))),  beta = sqrt(2 / pi)
@@ -23,24 +24,18 @@ __device__ __forceinline__ void gelu_tanh_concat(const Vector* attn, const Vecto
                                                  unsigned int columns, unsigned int row_step,
                                                  unsigned int column_step) {
   const unsigned int first = blockIdx.x * (blockDim.x * VECTORS_PER_THREAD) + threadIdx.x;
-  unsigned int row = first / columns;
-  unsigned int column = first - row * columns;
+  RowWalk at(first, columns);
   Vector loaded[VECTORS_PER_THREAD];
   bool is_mlp[VECTORS_PER_THREAD];
 #pragma unroll
   for (int step = 0; step < VECTORS_PER_THREAD; ++step) {
-    is_mlp[step] = column >= attn_columns;
+    is_mlp[step] = at.column >= attn_columns;
     if (first + step * blockDim.x < vectors) {
-      const Vector* source = is_mlp[step] ? mlp + row * mlp_stride + (column - attn_columns)
-                                          : attn + row * attn_stride + column;
+      const Vector* source = is_mlp[step] ? mlp + at.row * mlp_stride + (at.column - attn_columns)
+                                          : attn + at.row * attn_stride + at.column;
       loaded[step] = load_streaming(source);
     }
-    row += row_step;
-    column += column_step;
-    if (column >= columns) {
-      column -= columns;
-      ++row;
-    }
+    at.next(columns, row_step, column_step);
   }
 #pragma unroll
   for (int step = 0; step < VECTORS_PER_THREAD; ++step) {
