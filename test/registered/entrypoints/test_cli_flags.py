@@ -23,7 +23,8 @@ PINNED = """
     --prompt --negative-prompt --width --height --num-inference-steps --guidance-scale
     --true-cfg-scale --seed --num-outputs-per-prompt --quality --generator-device
     --max-sequence-length --use-pe --image --strength --output-path --output-file-name
-    --save-output --output-format --output-compression --return-frames --profile --num-profiled-timesteps
+    --save-output --output-format --output-compression --return-frames --profile
+    --num-profiled-timesteps
     --model-path --num-gpus --local-mode --load-format --device --dit-precision --vae-precision
     --text-encoder-precision --attention-backend --performance-mode --text-encoder-cpu-offload
     --enable-torch-compile --fast-paths --log-level
