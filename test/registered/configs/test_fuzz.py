@@ -73,7 +73,7 @@ def test_server_args_are_valid_or_refused(values):
     except InvalidParameter as error:
         assert len(str(error)) < 700
         return
-    assert args.num_gpus == 1 and args.precision("dit", "cuda") in ("fp32", "bf16", "fp16")
+    assert 1 <= args.num_gpus <= 64 and args.precision("dit", "cuda") in ("fp32", "bf16", "fp16")
 
 
 @settings(max_examples=300, deadline=None)

@@ -10,7 +10,10 @@ register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 REFUSED = {
     "model_path": ["", "a\0b", 3, b"x"],
-    "num_gpus": [0, 2, True, "1", None],
+    "num_gpus": [0, 65, True, "1", None],
+    "tp_size": [0, 65, True, "1"],
+    "ulysses_degree": [0, 65, 2.0],
+    "enable_cfg_parallel": [1, "yes"],
     "local_mode": [1, None],
     "load_format": ["pt", None, "dumy"],
     "device": ["tpu", "cuda:0", None],
@@ -58,6 +61,7 @@ def test_an_unknown_keyword_names_the_nearest():
         ),
         ({"device": "cpu", "text_encoder_cpu_offload": True}, "text_encoder_cpu_offload"),
         ({"device": "cpu", "attention_backend": "cudnn"}, "attention_backend"),
+        ({"num_gpus": 2, "enable_torch_compile": True}, "enable_torch_compile"),
     ],
 )
 def test_contradictions_raise_instead_of_overriding(given, field):

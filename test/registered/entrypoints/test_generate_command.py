@@ -116,7 +116,7 @@ REFUSALS = [
     (["--model-path", "FLUX1-dev"], "did you mean 'FLUX.1-dev'"),
     (["--load-format", "auto", "--model-path", "./none"], "the folder does not exist"),
     (["--load-format", "auto", "--model-path", "folder"], "has no model_index.json"),
-    (["--num-gpus", "2"], "num_gpus: got 2, expected 1"),
+    (["--num-gpus", "0"], "num_gpus: got 0, expected an integer from 1 to 64"),
     (["--widht", "1"], "did you mean '--width'"),
 ]
 

@@ -24,7 +24,16 @@ class ServerArgs:
     model_path: str | None = setting(
         None, Folder(optional=True), "diffusers folder or hub id; default: bundled model"
     )
-    num_gpus: int = setting(1, Integer(1, 1), "GPUs to use; only 1 for now")
+    num_gpus: int = setting(1, Integer(1, 64), "GPUs a picture; with --device cpu: processes")
+    tp_size: int | None = setting(
+        None, Integer(1, 64, optional=True), "parts of heads and MLPs (FLUX.1); default: 1"
+    )
+    ulysses_degree: int | None = setting(
+        None, Integer(1, 64, optional=True), "parts of the tokens; default: what num-gpus leaves"
+    )
+    enable_cfg_parallel: bool | None = setting(
+        None, Flag(optional=True), "negative prompt on GPUs of its own; default: where it runs"
+    )
     local_mode: bool = setting(True, Flag(), "run the engine in this process")
     load_format: str = setting(
         "auto", Choice(("auto", "dummy")), "dummy: random weights, model-path names a config"
@@ -76,6 +85,11 @@ class ServerArgs:
     def _check_conflicts(self) -> None:
         if not self.local_mode:
             raise rejected("local_mode", False, "True: the engine runs in this process")
+        if self.enable_torch_compile and self.num_gpus > 1:
+            raise InvalidParameter(
+                "enable_torch_compile",
+                f"got True with num_gpus={self.num_gpus}, expected num_gpus=1; drop one of the two",
+            )
         offload, mode = self.text_encoder_cpu_offload, self.performance_mode
         if (mode == "speed" and offload) or (mode == "memory" and offload is False):
             raise InvalidParameter(

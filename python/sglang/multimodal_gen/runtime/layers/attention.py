@@ -5,6 +5,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sglang.multimodal_gen.configs.validation import rejected
+from sglang.multimodal_gen.runtime.distributed import parallel_state
+from sglang.multimodal_gen.runtime.distributed.ulysses import (
+    WHOLE,
+    UlyssesAttention,
+    WholeSequence,
+)
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -22,6 +28,10 @@ class AttentionBackend:
             raise ValueError(f"attention_backend: got {name!r}, expected one of {sorted(BACKENDS)}")
         self.name = name
 
+    def share(self, device: torch.device, *lengths: int) -> WholeSequence:
+        """The tokens that this rank holds of a sequence of streams: all of them."""
+        return WHOLE
+
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Softmax attention without a mask.
 
@@ -33,6 +43,13 @@ class AttentionBackend:
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             )
         return out.transpose(1, 2).flatten(2, 3)
+
+
+def make_attention(name: str) -> AttentionBackend | UlyssesAttention:
+    """The attention of a model's layers in this process: over cut sequences where ranks share
+    the tokens."""
+    backend, axis = AttentionBackend(name), parallel_state.current().ulysses
+    return backend if axis.size == 1 else UlyssesAttention(backend, axis)
 
 
 def resolve_attention_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:

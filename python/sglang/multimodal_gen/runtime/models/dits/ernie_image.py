@@ -91,6 +91,7 @@ class ErnieImageTransformer2DModel(nn.Module):
     def __init__(self, params: ErnieImageParams, attention: AttentionBackend) -> None:
         super().__init__()
         self.params = params
+        self.attention = attention
         dim = params.hidden_size
         self.x_embedder = ErnieImagePatchEmbed(params.in_channels, dim, params.patch_size)
         self.text_proj = (
@@ -118,6 +119,10 @@ class ErnieImageTransformer2DModel(nn.Module):
         # one rotary table a step, shared by every attention layer
         rope = rope_tables(rows, columns, txt.shape[1], self.params, img.device, img.dtype)
 
+        # with sequence parallelism: from here on this rank's tokens
+        share = self.attention.share(img.device, joint.shape[1])
+        joint, rope = share.local(joint), tuple(share.local(table, dim=0) for table in rope)
+
         # six modulation rows [B, 1, D], the same in every block; this embedding has sines first
         cosines, sines = sinusoidal_embedding(timestep, self.params.hidden_size).chunk(2, dim=-1)
         vec = self.time_embedding(torch.cat([sines, cosines], dim=-1).to(img.dtype))
@@ -127,8 +132,8 @@ class ErnieImageTransformer2DModel(nn.Module):
             joint = block(joint, modulation, rope)
 
         # project image tokens back to latents
-        tokens = self.final_linear(self.final_norm(joint, vec))[:, : rows * columns]
-        return self._unpatchify(tokens, rows, columns)
+        tokens = share.whole(self.final_linear(self.final_norm(joint, vec)))
+        return self._unpatchify(tokens[:, : rows * columns], rows, columns)
 
     def _unpatchify(self, tokens: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         p = self.params.patch_size

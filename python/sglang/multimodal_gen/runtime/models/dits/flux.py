@@ -82,6 +82,7 @@ class FluxTransformer2DModel(nn.Module):
                 f" attention_head_dim = {head}"
             )
         self.params = params
+        self.attention = attention
         dim = params.hidden
         self.time_text_embed = FluxTimeTextEmbed(
             dim, params.pooled_projection_dim, params.guidance_embeds
@@ -122,6 +123,11 @@ class FluxTransformer2DModel(nn.Module):
         vec = self.time_text_embed(timestep, guidance, pooled)
         txt = self.context_embedder(txt)
 
+        # with sequence parallelism: from here on this rank's tokens of both streams
+        share = self.attention.share(img.device, txt.shape[1], img.shape[1])
+        txt, img = share.local(txt, 0), share.local(img, 1)
+        txt_ids, img_ids = share.local(txt_ids, 0, dim=0), share.local(img_ids, 1, dim=0)
+
         # one rotary table a step, shared by every attention layer
         rope = rope_tables(torch.cat((txt_ids, img_ids), dim=0), self.params.axes_dims_rope)
 
@@ -136,7 +142,7 @@ class FluxTransformer2DModel(nn.Module):
 
         # project image tokens back to latents
         img = self.norm_out(joint[:, txt.shape[1] :], vec)
-        return self.proj_out(img)
+        return share.whole(self.proj_out(img), 1)
 
 
 class FluxTimeTextEmbed(nn.Module):

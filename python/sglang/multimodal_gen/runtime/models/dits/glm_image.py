@@ -88,6 +88,7 @@ class GlmImageTransformer2DModel(nn.Module):
                 " (rows and columns each rotate pairs of channels)"
             )
         self.params = params
+        self.attention = attention
         dim = params.hidden
         self.image_projector = GlmImageProjector(params.in_channels, dim, params.patch_size)
         self.glyph_projector = GlmFeedForward(GlmGELU(params.text_embed_dim, dim), dim)
@@ -134,12 +135,17 @@ class GlmImageTransformer2DModel(nn.Module):
         img = self.image_projector(latents) + prior
         vec = self.time_condition_embed(timestep, target_size, img.dtype)
 
+        # with sequence parallelism: from here on this rank's tokens of both streams
+        share = self.attention.share(img.device, txt.shape[1], img.shape[1])
+        txt, img = share.local(txt, 0), share.local(img, 1)
+        rope = tuple(share.local(table, 1, dim=0) for table in rope)
+
         # dual-stream blocks with shared attention and feed-forward weights
         for block in self.transformer_blocks:
             img, txt = block(img, txt, vec, rope)
 
         # project image tokens back to latents
-        img = self.proj_out(self.norm_out(img, vec))
+        img = share.whole(self.proj_out(self.norm_out(img, vec)), 1)
         return unpatchify(img, latents.shape[-2], latents.shape[-1], self.params.patch_size)
 
 

@@ -1,0 +1,140 @@
+"""Which rank this process is, and the axes along which its collectives run.
+
+Ranks form a grid of cfg x ulysses x tp, tp fastest. A process with no grid is the only rank: then
+nothing here is called while a picture is made. Every collective has the time-out given to `join`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from sglang.multimodal_gen.configs.parallel_layout import ParallelLayout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that differ from this one along one axis of the grid, in order."""
+
+    size: int = 1
+    rank: int = 0  # of this process along the axis
+    group: dist.ProcessGroup | None = None  # None where the axis has one rank
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `x`, which has the same shape and dtype everywhere."""
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
+        ]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return parts
+
+    def all_to_all(self, send: torch.Tensor) -> torch.Tensor:
+        """Row r of `send` [size, ...] goes to rank r; row r of the result came from it."""
+        received = torch.empty_like(send)
+        dist.all_to_all_single(received, send, group=self.group)
+        return received
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's `x`, in place; the same bits on every rank."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """This process's place in the grid."""
+
+    rank: int
+    layout: ParallelLayout
+    cfg: Axis
+    ulysses: Axis
+    tp: Axis
+
+
+SINGLE = ParallelState(0, ParallelLayout(), Axis(), Axis(), Axis())
+_state = SINGLE
+
+
+def current() -> ParallelState:
+    """The state of this process; `SINGLE` unless it joined a grid."""
+    return _state
+
+
+def world_size() -> int:
+    """Ranks that make a picture together. Collectives run in a forward exactly when it is > 1."""
+    return _state.layout.world
+
+
+def join(
+    rank: int, layout: ParallelLayout, device: torch.device, store_file: str, timeout_s: float
+) -> ParallelState:
+    """Meet the other ranks through `store_file` (NCCL on GPUs, gloo on the CPU).
+
+    Blocks until every rank has come, at most `timeout_s` seconds. Raises RuntimeError where this
+    process already runs collectives of its own, and torch's DistError on a time-out.
+    """
+    global _state
+    if dist.is_initialized():
+        raise RuntimeError(
+            "num_gpus > 1: torch.distributed is already in use in this process (by another"
+            " generator or by the program itself); close the other one or use another process"
+        )
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        backend="nccl" if on_gpu else "gloo",
+        store=dist.FileStore(store_file, layout.world),
+        rank=rank,
+        world_size=layout.world,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if on_gpu else None,
+    )
+    axes = _axes(rank, layout, timedelta(seconds=timeout_s))
+    _state = ParallelState(rank, layout, **axes)
+    return _state
+
+
+def leave(*, abort: bool = False) -> None:
+    """End this process's part in the grid. `abort` gives up collectives that still wait."""
+    global _state
+    _state = SINGLE
+    if not dist.is_initialized():
+        return
+    if abort and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+
+
+def share_branches(run: Callable[[T], torch.Tensor], branches: Sequence[T]) -> list[torch.Tensor]:
+    """`[run(branch) for branch in branches]`; with CFG-parallel each rank runs one of the two."""
+    cfg = _state.cfg
+    if cfg.size == 1 or len(branches) == 1:
+        return [run(branch) for branch in branches]
+    assert len(branches) == cfg.size, f"{len(branches)} branches on {cfg.size} ranks"
+    return cfg.all_gather(run(branches[cfg.rank]))
+
+
+def _axes(rank: int, layout: ParallelLayout, timeout: timedelta) -> dict[str, Axis]:
+    """Every rank makes every group, in the same order, as torch asks."""
+    grid = torch.arange(layout.world).view(layout.cfg, layout.ulysses, layout.tp)
+    axes = {}
+    for dim, name in enumerate(("cfg", "ulysses", "tp")):
+        lines = grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()
+        axes[name] = _axis(rank, lines, timeout)
+    return axes
+
+
+def _axis(rank: int, lines: list[list[int]], timeout: timedelta) -> Axis:
+    size = len(lines[0])
+    own = next(line for line in lines if rank in line)
+    if size == 1:
+        return Axis()
+    if len(lines) == 1:
+        return Axis(size, own.index(rank), dist.group.WORLD)
+    groups = [dist.new_group(line, timeout=timeout) for line in lines]
+    return Axis(size, own.index(rank), groups[lines.index(own)])

@@ -1,0 +1,158 @@
+"""Ulysses sequence parallelism: each rank holds some tokens of every head, except in attention.
+
+Around attention an all-to-all turns "some tokens, all heads" into "all tokens, some heads" and
+back. Streams (text, image) are cut one by one into equal parts; the last parts are filled up with
+copies of the last token. After the exchange the copies are dropped and the tokens stand in the
+order that one rank has them in, so attention computes what it does on one rank, for fewer heads:
+no mask, no other order of sums.
+
+Shape legend: B batch, P ranks, J joint tokens, L local tokens with fillers, H heads, h = H / P,
+E head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang.multimodal_gen.runtime.distributed.parallel_state import Axis
+
+MAX_SHARES = 32  # kept lengths; a request has one or two
+
+
+class WholeSequence:
+    """The share of the only rank: everything, as it is."""
+
+    def local(self, x: torch.Tensor, stream: int = 0, dim: int = 1) -> torch.Tensor:
+        """`x` itself."""
+        return x
+
+    def whole(self, x: torch.Tensor, stream: int = 0) -> torch.Tensor:
+        """`x` itself."""
+        return x
+
+
+WHOLE = WholeSequence()
+
+
+@dataclass
+class SequenceShare(WholeSequence):
+    """One rank's part of streams of the given lengths, which attention sees one after another."""
+
+    axis: Axis
+    lengths: tuple[int, ...]
+    device: torch.device
+    _indices: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.parts = [-(-length // self.axis.size) for length in self.lengths]
+
+    def local(self, x: torch.Tensor, stream: int = 0, dim: int = 1) -> torch.Tensor:
+        """This rank's rows of `x`, whose axis `dim` has the stream's length."""
+        return x.index_select(dim, self._index("local", stream, self._local_rows))
+
+    def whole(self, x: torch.Tensor, stream: int = 0) -> torch.Tensor:
+        """[B, part, ...] on every rank -> [B, length, ...] on every rank."""
+        return torch.cat(self.axis.all_gather(x), dim=1)[:, : self.lengths[stream]]
+
+    def heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """q, k, v of local tokens, [B, L, H, E] -> of all tokens in order, [B, J, h, E]."""
+        b, _, heads, head_size = q.shape
+        ranks = self.axis.size
+        send = q.new_empty(ranks, 3, *q.shape[:2], heads // ranks, head_size)
+        for i, x in enumerate((q, k, v)):
+            send[:, i] = x.unflatten(2, (ranks, -1)).movedim(2, 0)
+        rows = _select(self.axis.all_to_all(send).flatten(0, 3), self._joint_index(3 * b))
+        return rows.view(3, b, -1, heads // ranks, head_size).unbind(0)
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention's output of all tokens, [B, J, h E] -> of local tokens, [B, L, H E]."""
+        b, ranks = x.shape[0], self.axis.size
+        rows = _select(x.reshape(-1, x.shape[-1]), self._local_index(b))
+        received = self.axis.all_to_all(rows.view(ranks, b, -1, x.shape[-1]))
+        return received.movedim(0, 2).flatten(2)
+
+    def _index(self, kind: str, number: int, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        key = (kind, number)
+        if key not in self._indices:
+            self._indices[key] = make(number).to(self.device)
+        return self._indices[key]
+
+    def _local_rows(self, stream: int) -> torch.Tensor:
+        return self._rows_of(self.axis.rank, stream)
+
+    def _rows_of(self, rank: int, stream: int) -> torch.Tensor:
+        part = self.parts[stream]
+        first = rank * part
+        return torch.arange(first, first + part).clamp(max=self.lengths[stream] - 1)
+
+    def _joint_index(self, blocks: int) -> torch.Tensor:
+        """Rows of [P, blocks, L] that are [blocks, J]: true tokens in order, no fillers."""
+        return self._index("joint", blocks, self._joint_rows)
+
+    def _joint_rows(self, blocks: int) -> torch.Tensor:
+        per_rank, first, rows = sum(self.parts), 0, []
+        for length, part in zip(self.lengths, self.parts, strict=True):
+            token = torch.arange(length)
+            rank, position = token // part, first + token % part
+            rows.append(torch.stack([rank, position]))
+            first += part
+        rank, position = torch.cat(rows, dim=1)
+        block = torch.arange(blocks)[:, None]
+        return ((rank * blocks + block) * per_rank + position).flatten()
+
+    def _local_index(self, batch: int) -> torch.Tensor:
+        """Rows of [B, J] that are [P, B, L]: every rank's tokens, fillers included."""
+        return self._index("tokens", batch, self._rows_for_ranks)
+
+    def _rows_for_ranks(self, batch: int) -> torch.Tensor:
+        offsets = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
+        rows = [
+            torch.cat([off + self._rows_of(rank, i) for i, off in enumerate(offsets)])
+            for rank in range(self.axis.size)
+        ]
+        first = torch.arange(batch)[:, None] * sum(self.lengths)
+        return (torch.stack(rows)[:, None] + first).flatten()
+
+
+class UlyssesAttention:
+    """An attention backend over sequences that are cut into parts.
+
+    Stands in for the model's shared `AttentionBackend`. `share` must be called with the lengths of
+    the joint sequence's streams before the blocks of a forward run.
+    """
+
+    def __init__(self, attention: Callable[..., torch.Tensor], axis: Axis) -> None:
+        self._attention = attention
+        self._axis = axis
+        self._shares: dict[tuple[torch.device, tuple[int, ...]], SequenceShare] = {}
+        self._share: SequenceShare | None = None
+
+    @property
+    def name(self) -> str:
+        """The backend that runs on each rank."""
+        return self._attention.name
+
+    def share(self, device: torch.device, *lengths: int) -> SequenceShare:
+        """This rank's share of the coming forward, whose joint sequence has these streams."""
+        key = (device, lengths)
+        if key not in self._shares:
+            if len(self._shares) >= MAX_SHARES:
+                self._shares.clear()
+            self._shares[key] = SequenceShare(self._axis, lengths, device)
+        self._share = self._shares[key]
+        return self._share
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Softmax attention without a mask. q, k, v: [B, L, H, E]; returns [B, L, H * E]."""
+        assert self._share is not None, "share() comes before the first block"
+        return self._share.tokens(self._attention(*self._share.heads(q, k, v)))
+
+
+def _select(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """rows[index] of [N, ...], as int64 words where they fit: 4x fewer elements than bf16."""
+    flat = rows.flatten(1)
+    if flat.shape[1] * flat.element_size() % 8:
+        return flat.index_select(0, index).view(-1, *rows.shape[1:])
+    words = flat.view(torch.int64).index_select(0, index)
+    return words.view(flat.dtype).view(-1, *rows.shape[1:])
