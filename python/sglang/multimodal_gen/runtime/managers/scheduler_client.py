@@ -24,7 +24,7 @@ class SchedulerClient:
 
     def generate(self, params: SamplingParams, emit: EmitProgress) -> GenerateResponse:
         """Block until the request is done. Re-raises the worker's exception."""
-        request = GenerateRequest(next(self._ids), params)
+        request = GenerateRequest(str(next(self._ids)), params)
         with _TURN:
             self._scheduler.submit(request, emit)
             response = self._scheduler.step()

@@ -20,6 +20,7 @@ from sglang.multimodal_gen.runtime.managers.messages import (
     Progress,
 )
 from sglang.multimodal_gen.runtime.managers.numeric_switches import numeric_switches
+from sglang.multimodal_gen.runtime.managers.previews import PreviewMaker
 from sglang.multimodal_gen.runtime.pipelines.registry import PIPELINES
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
     BatchState,
@@ -59,6 +60,8 @@ class Worker:
             stack.enter_context(nullcontext() if self._fast_paths else fast_paths(False))
             on_step = stack.enter_context(RequestProfiler(params, self.device)).on_step
             batch = BatchState(params, images, _progress(emit, on_step), true_cfg)
+            if request.previews:
+                batch.on_estimate = PreviewMaker(request, self.pipeline, emit)
             self._reset_counters()
             seconds = self.pipeline.run(batch)
         return GenerateResponse(

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from sglang.multimodal_gen.configs.model_specs import ModelSpec
+from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.pipelines.stages.state import BatchState
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,12 @@ class Pipeline:
             seconds[stage.name] = time.perf_counter() - start
             logger.info("[%s] finished in %.4f seconds", stage.name, seconds[stage.name])
         return seconds
+
+    def decode(self, latents: torch.Tensor, params: SamplingParams) -> np.ndarray:
+        """uint8 [height, width, 3] of latents as the denoising stage has them."""
+        decoding = self.stages[-1]
+        with self._on_device(self.offloaded.get(decoding.name, ())):
+            return decoding.decode(decoding.vae_latents(latents, params))
 
     @contextmanager
     def _on_device(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:

@@ -50,7 +50,7 @@ class DenoisingStage:
 
     def denoise(self, image: ImageState, batch: BatchState, label: str) -> torch.Tensor:
         """The loop over timesteps. Returns latents of the same shape."""
-        latents, steps = image.latents, batch.params.num_inference_steps
+        latents, steps = image.latents, len(image.timesteps)
         guidance = self._guidance(batch.params.guidance_scale)
         clock = StepClock(self.device)
         for i in range(steps):
@@ -59,6 +59,8 @@ class DenoisingStage:
             if batch.true_cfg:
                 negative = self._velocity(image, image.negative_text, latents, timestep, guidance)
                 velocity = negative + batch.params.true_cfg_scale * (velocity - negative)
+            if batch.on_estimate is not None:
+                batch.on_estimate(image, i, latents, velocity)
             latents = euler_step(latents, velocity, image.sigmas[i], image.sigmas[i + 1])
             clock.tick()
             batch.on_progress(label, i + 1, steps)

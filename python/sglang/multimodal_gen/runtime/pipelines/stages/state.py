@@ -14,6 +14,8 @@ import torch
 from sglang.multimodal_gen.configs.sampling_params import ImageRequest, SamplingParams
 
 ProgressCallback = Callable[[str, int, int], None]  # (label, steps done, steps in all)
+# (image, index of the step, latents before the step, velocity)
+EstimateCallback = Callable[["ImageState", int, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class ImageState:
     text: TextEmbeds | None = None
     negative_text: TextEmbeds | None = None  # set exactly when true CFG runs
     prior_ids: torch.Tensor | None = None  # int64 [1, S], one codebook index an image token
+    start_latents: torch.Tensor | None = None  # [1, S, C] of the picture to start from, if any
     latents: torch.Tensor | None = None  # [1, S, C] or [1, C, h, w]: noise, then denoised
     img_ids: torch.Tensor | None = None  # [S, 3] positions
     sigmas: torch.Tensor | None = None  # [N + 1] float32 on the device
@@ -55,4 +58,5 @@ class BatchState:
     images: list[ImageState]
     on_progress: ProgressCallback
     true_cfg: bool = False
+    on_estimate: EstimateCallback | None = None  # hears of every step's velocity
     mounted: dict[str, str | None] = field(default_factory=dict)  # fusion -> why not, None if so
