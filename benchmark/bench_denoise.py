@@ -1,34 +1,43 @@
 """Milliseconds a denoising step, arm beside arm, and the floor of the same shapes.
 
-    python benchmark/bench_denoise.py --model flux1-dev --arms eager,lossless,high,diffusers \
+    python benchmark/bench_denoise.py --model flux1-dev,ernie-image,glm-image --arms all --profile \
         --json benchmark/results/h200/denoise.json
 
-All arms run in one process on the same random weights, in turns, so that clocks and temperature
-are shared. The floor is the time of the model's GEMMs and attentions alone, op by op.
+All arms of a model run in one process on the same random weights, in turns, so that clocks and
+temperature are shared. The floor is the time of the model's GEMMs and attentions alone, op by op.
+Each model's rows are written as soon as they are measured; an arm that raises is reported and left
+out, and the exit code is 1.
 """
 
 import argparse
 import hashlib
+import math
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from denoise_arms import DenoiseCase
+    from denoise_arms import ArmRun, DenoiseCase
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark")]
 
 ARMS = ("eager", "lossless", "high", "diffusers", "diffusers-compile")
+REFERENCE = "diffusers"
 MODELS = {
     "flux1-dev": "FLUX.1-dev",
     "flux1-schnell": "FLUX.1-schnell",
+    "ernie-image": "ERNIE-Image",
     "glm-image": "GLM-Image",
 }
+KEY = ("model", "arm", "width", "height", "num_gpus", "layout")
+LONG_FIELDS = ("md5", "families", "family_rates", "layout", "num_gpus", "fallbacks")
 
 
 @dataclass(frozen=True)
@@ -42,29 +51,46 @@ class DenoiseRow:
     steps: int
     num_gpus: int
     layout: str
-    ms_per_step: float
-    floor_ms: float
-    ratio_to_floor: float
+    ms_per_step: float  # a whole step: both forwards where there is true CFG
+    floor_ms: float | None  # None on a machine without a GPU
+    ratio_to_floor: float | None
     ratio_to_eager: float | None
     md5: list[str]  # of the final latents, one a run
-    fallbacks: list[str]  # gate: why it ran eager
-    families: dict[str, float] | None = None  # kernel family -> ms a step, with --profile
+    fallbacks: list[str]  # site: why it ran eager
+    peak_memory_mb: float | None
+    equal_to_diffusers: bool | None  # the bits of the final latents; None without that arm
+    psnr_vs_diffusers_db: float | None  # of the final latents; None without that arm, or if equal
+    families: dict[str, float] | None = None  # with --profile: kernel family -> ms a step
+    family_rates: dict[str, dict[str, Any]] | None = None  # -> value, unit, pct_of_ceiling
 
 
-def parse_args() -> argparse.Namespace:
+@dataclass
+class ArmLog:
+    """What the runs of one arm gave so far."""
+
+    step_seconds: list[float] = field(default_factory=list)  # of all runs but the first
+    md5: list[str] = field(default_factory=list)
+    last: "ArmRun | None" = None
+    peak_memory_mb: float | None = None
+
+
+def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="flux1-dev", help=f"comma list of {', '.join(MODELS)}")
-    parser.add_argument("--arms", default="eager,lossless", help=f"comma list of {', '.join(ARMS)}")
+    parser.add_argument(
+        "--arms", default="eager,lossless", help=f"all, or a comma list of {', '.join(ARMS)}"
+    )
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--height", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, help="default: the model's")
     parser.add_argument(
         "--runs", type=int, default=3, help="runs of each arm; the first is dropped"
     )
     parser.add_argument("--profile", action="store_true", help="add kernel families (one more run)")
     parser.add_argument("--json", type=Path, help="merge the rows into this result file")
-    args = parser.parse_args()
-    args.models, args.arms = args.model.split(","), args.arms.split(",")
+    args = parser.parse_args(words)
+    args.models = args.model.split(",")
+    args.arms = list(ARMS) if args.arms == "all" else args.arms.split(",")
     for given, known in ((args.models, MODELS), (args.arms, ARMS)):
         unknown = [name for name in given if name not in known]
         if unknown:
@@ -81,73 +107,182 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench_denoise: got no CUDA GPU, expected one; run it on a machine that has it")
         return 1
-    from denoise_arms import DenoiseCase
-    from denoise_glm import GlmDenoiseCase
-    from results import merge_rows, print_table
+    from environment import package_commit
 
-    cases = {"glm-image": GlmDenoiseCase}
-    rows = []
-    for model in args.models:
-        make_case = cases.get(model, DenoiseCase)
-        case = make_case(MODELS[model], args.width, args.height, args.steps)
-        rows += bench_model(model, case, args)
-        del case
-        torch.cuda.empty_cache()
-    print_table([asdict(row) for row in rows], omit=("md5", "families", "layout", "num_gpus"))
-    for row in rows:
-        print(row.arm, "md5", sorted(set(row.md5)), "fallbacks", row.fallbacks or "none")
     if args.json:
-        merge_rows(
-            args.json, [asdict(row) for row in rows], key=("model", "arm", "width", "height")
-        )
-    return 0
+        package_commit()  # fail before the measurements, not after them
+    failed: list[str] = []
+    for model in args.models:
+        rows = bench_model(model, args, failed)
+        if rows:
+            report(rows, args.json)
+        free_memory()
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return int(bool(failed))
 
 
-def bench_model(model: str, case: "DenoiseCase", args: argparse.Namespace) -> list[DenoiseRow]:
-    """Run every arm `--runs` times in turns; the floor is measured last, on the same warm chip."""
-    times: dict[str, list[float]] = {arm: [] for arm in args.arms}
-    hashes: dict[str, list[str]] = {arm: [] for arm in args.arms}
-    fallbacks: dict[str, list[str]] = {}
-    for run in range(args.runs):
-        for arm in args.arms:
-            latents, seconds, fallbacks[arm] = case.run(arm)
-            hashes[arm].append(latents_md5(latents))
-            if run > 0:
-                times[arm] += seconds
-            print(
-                f"{model} {arm} run {run}: {1e3 * statistics.median(seconds):.2f} ms/step",
-                flush=True,
-            )
-    floor_ms = case.floor_ms()
-    ms = {arm: 1e3 * statistics.median(times[arm]) for arm in args.arms}
-    make = _row_maker(model, args, floor_ms, ms.get("eager"))
-    rows = [make(arm, ms[arm], hashes[arm], fallbacks[arm]) for arm in args.arms]
+def bench_model(model: str, args: argparse.Namespace, failed: list[str]) -> list[DenoiseRow]:
+    """The rows of one model; appends what raised to `failed`."""
+    case = attempt(model, failed, lambda: make_case(model, args))
+    if case is None:
+        return []
+    logs = run_arms(case, args.arms, args.runs, model, failed)
+    # the floor is measured now, on the chip that the arms have warmed
+    floor_ms = attempt(f"{model} floor", failed, lambda: measured_floor_ms(case))
+    rows = list(make_rows(model, case, logs, floor_ms))
     if args.profile:
-        rows = [replace(row, families=case.families_ms(row.arm)) for row in rows]
+        rows = [profiled(row, case, failed) for row in rows]
     return rows
 
 
-def _row_maker(
-    model: str, args: argparse.Namespace, floor_ms: float, eager_ms: float | None
-) -> Callable[..., DenoiseRow]:
-    def make(arm: str, ms: float, md5: list[str], fallbacks: list[str]) -> DenoiseRow:
-        return DenoiseRow(
+def attempt(what: str, failed: list[str], action: Callable[[], Any]) -> Any:
+    """What `action` returns; where it raises, None, and the rest of the measurement goes on: the
+    traceback is printed, `what` is appended to `failed` and the exit code tells."""
+    try:
+        return action()
+    except Exception:
+        traceback.print_exc()
+        failed.append(what)
+        return None
+
+
+def make_case(model: str, args: argparse.Namespace) -> "DenoiseCase":
+    """The transformer of a model with random weights on the GPU."""
+    from denoise_arms import CaseSetup
+    from denoise_ernie import ErnieDenoiseCase
+    from denoise_flux import FluxDenoiseCase
+    from denoise_glm import GlmDenoiseCase
+
+    from sglang.multimodal_gen.configs.model_specs import DUMMY_CONFIGS
+
+    special = {"ernie-image": ErnieDenoiseCase, "glm-image": GlmDenoiseCase}
+    folder = DUMMY_CONFIGS / MODELS[model]
+    return special.get(model, FluxDenoiseCase)(
+        CaseSetup(folder, args.width, args.height, args.steps)
+    )
+
+
+def run_arms(
+    case: "DenoiseCase", arms: list[str], runs: int, model: str, failed: list[str]
+) -> dict[str, ArmLog]:
+    """Every arm `runs` times, in turns. An arm that raises is left out from then on."""
+    logs = {arm: ArmLog() for arm in arms}
+    for run in range(runs):
+        for arm in list(logs):
+            action = partial(run_once, case, arm, logs[arm], counted=run > 0)
+            ms = attempt(f"{model} {arm}", failed, action)
+            if ms is None:
+                del logs[arm]
+                continue
+            print(f"{model} {arm} run {run}: {ms:.2f} ms/step", flush=True)
+    return logs
+
+
+def run_once(case: "DenoiseCase", arm: str, log: ArmLog, counted: bool) -> float:
+    """One run of one arm, into its log. Returns its milliseconds a step."""
+    import torch
+
+    on_gpu = case.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    log.last = case.run(arm)
+    log.md5.append(latents_md5(log.last.latents))
+    if counted:
+        log.step_seconds += log.last.step_seconds
+    if on_gpu:
+        log.peak_memory_mb = torch.cuda.max_memory_allocated() / 2**20
+    return 1e3 * statistics.median(log.last.step_seconds)
+
+
+def make_rows(
+    model: str, case: "DenoiseCase", logs: dict[str, ArmLog], floor_ms: float | None
+) -> Iterator[DenoiseRow]:
+    """One row an arm that ran."""
+    ms = {arm: 1e3 * statistics.median(log.step_seconds) for arm, log in logs.items()}
+    reference = logs[REFERENCE].last.latents if REFERENCE in logs else None
+    for arm, log in logs.items():
+        yield DenoiseRow(
             model=model,
             arm=arm,
-            width=args.width,
-            height=args.height,
-            steps=args.steps,
+            width=case.params.width,
+            height=case.params.height,
+            steps=case.params.num_inference_steps,
             num_gpus=1,
             layout="single",
-            ms_per_step=ms,
+            ms_per_step=ms[arm],
             floor_ms=floor_ms,
-            ratio_to_floor=ms / floor_ms,
-            ratio_to_eager=ms / eager_ms if eager_ms else None,
-            md5=md5,
-            fallbacks=fallbacks,
+            ratio_to_floor=ms[arm] / floor_ms if floor_ms else None,
+            ratio_to_eager=ms[arm] / ms["eager"] if "eager" in ms else None,
+            md5=log.md5,
+            fallbacks=log.last.fallbacks,
+            peak_memory_mb=log.peak_memory_mb,
+            **against_reference(log.last.latents, reference),
         )
 
-    return make
+
+def measured_floor_ms(case: "DenoiseCase") -> float | None:
+    """Milliseconds of all GEMMs and attentions of an eager step; None without a GPU."""
+    from op_counts import floor_ms, per_step
+
+    if case.device.type != "cuda":
+        return None
+    return floor_ms(per_step(case, "eager"), case.attention, case.dtype)
+
+
+def against_reference(latents: "torch.Tensor", reference: "torch.Tensor | None") -> dict[str, Any]:
+    """Whether the latents are diffusers' to the bit, and else how near."""
+    if reference is None:
+        return {"equal_to_diffusers": None, "psnr_vs_diffusers_db": None}
+    equal = latents_md5(latents) == latents_md5(reference)
+    psnr = None if equal else psnr_db(latents, reference)
+    return {"equal_to_diffusers": equal, "psnr_vs_diffusers_db": psnr}
+
+
+def psnr_db(values: "torch.Tensor", reference: "torch.Tensor") -> float | None:
+    """Peak signal to noise ratio; the peak is the reference's range. None for equal values."""
+    values, reference = values.double(), reference.double()
+    error = (values - reference).square().mean().item()
+    peak = (reference.max() - reference.min()).item()
+    return 10 * math.log10(peak**2 / error) if error else None
+
+
+def profiled(row: DenoiseRow, case: "DenoiseCase", failed: list[str]) -> DenoiseRow:
+    """The row with its kernel families; without them where profiling raised."""
+    from step_families import Ceilings, profile_arm
+    from timing import bf16_matmul_ceiling_tflops, copy_ceiling_tbps, sdpa_ceiling
+
+    ceilings = Ceilings(bf16_matmul_ceiling_tflops(), sdpa_ceiling(), copy_ceiling_tbps())
+    what = f"{row.model} {row.arm} --profile"
+    found = attempt(what, failed, lambda: profile_arm(case, row.arm, ceilings))
+    return replace(row, families=found[0], family_rates=found[1]) if found else row
+
+
+def report(rows: list[DenoiseRow], path: Path | None) -> None:
+    """Write the rows of one model, then print them."""
+    from results import merge_rows, print_table
+    from tables import family_table
+
+    table = [asdict(row) for row in rows]
+    if path:
+        merge_rows(path, table, key=KEY)
+    print_table(table, omit=LONG_FIELDS)
+    for row in rows:
+        print(row.arm, "md5", sorted(set(row.md5)), "fallbacks", row.fallbacks or "none")
+    with_families = [row for row in table if row["families"]]
+    if with_families:
+        print(family_table(with_families), flush=True)
+
+
+def free_memory() -> None:
+    """Give the GPU back what the last model held."""
+    import gc
+
+    import torch
+
+    torch._dynamo.reset()  # compiled graphs hold the weights
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def latents_md5(latents: "torch.Tensor") -> str:
