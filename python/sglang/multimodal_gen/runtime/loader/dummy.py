@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
+from sglang.multimodal_gen.runtime.distributed.tensor_parallel import full_shape, local_part
+
 DUMMY_SEED = 20261130
 PAD, BOS, EOS, BYTE_OFFSET = 0, 1, 2, 3
 
@@ -20,7 +22,11 @@ def fill_random(module: torch.nn.Module, device: torch.device) -> None:
     require_memory(module, device)
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     for name, parameter in module.named_parameters():
-        parameter.normal_(0.0, 0.02, generator=generator)
+        if parameter.shape == full_shape(parameter):
+            parameter.normal_(0.0, 0.02, generator=generator)
+        else:  # cut over ranks: a slice of what one rank would draw
+            full = parameter.new_empty(full_shape(parameter))
+            parameter.copy_(local_part(parameter, full.normal_(0.0, 0.02, generator=generator)))
         if parameter.ndim == 1 and name.endswith("weight"):
             parameter.add_(1.0)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from sglang.multimodal_gen.runtime.distributed.tensor_parallel import full_shape, local_part
+
 INDEX_SUFFIX = ".safetensors.index.json"
 FLOAT_DTYPES = ("F32", "BF16", "F16", "F64")
 INDEX_BUFFERS = ("position_ids", "num_batches_tracked")  # integers by nature, in any checkpoint
@@ -76,7 +78,8 @@ def load_strict(
 ) -> None:
     """Copy `weights` into the parameters and buffers of `module`.
 
-    Each is cast to the parameter's dtype and device. Raises `CheckpointError` naming every
+    Each is cast to the parameter's dtype and device; a parameter that is cut over ranks takes its
+    slice. Raises `CheckpointError` naming every
     missing, unexpected, duplicate or mis-shaped tensor.
     """
     targets = module.state_dict(keep_vars=True)
@@ -86,14 +89,12 @@ def load_strict(
             problems.append(f"unexpected {name}")
         elif name not in missing:
             problems.append(f"duplicate {name}")
-        elif tensor.shape != targets[name].shape:
+        elif tensor.shape != (expected := full_shape(targets[name])):
             missing.discard(name)
-            problems.append(
-                f"{name} has shape {list(tensor.shape)}, expected {list(targets[name].shape)}"
-            )
+            problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(expected)}")
         else:
             missing.discard(name)
-            targets[name].copy_(tensor)
+            targets[name].copy_(local_part(targets[name], tensor))
     problems += [f"missing {name}" for name in sorted(missing)]
     raise_problems(problems, source)
 

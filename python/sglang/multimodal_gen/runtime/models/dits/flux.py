@@ -21,6 +21,11 @@ from sglang.kernels.ops.diffusion.fused_linear_gelu import (
     mark_fused_gelu_site,
 )
 from sglang.kernels.ops.diffusion.fused_ln_modulate import mark_fused_ln_modulate_site
+from sglang.multimodal_gen.runtime.distributed.parallel_state import Axis
+from sglang.multimodal_gen.runtime.distributed.tensor_parallel import (
+    RowParallelLinear,
+    column_parallel,
+)
 from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
 from sglang.multimodal_gen.runtime.layers.rotary import Rope, rope_tables
 from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
@@ -44,6 +49,7 @@ from sglang.multimodal_gen.runtime.models.dits.flux_sites import (  # noqa: F401
 )
 
 FP16_MAX = 65504
+WHOLE_WEIGHTS = Axis()  # no tensor parallelism
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -73,7 +79,10 @@ class FluxTransformer2DModel(nn.Module):
 
     Params = FluxParams
 
-    def __init__(self, params: FluxParams, attention: AttentionBackend) -> None:
+    def __init__(
+        self, params: FluxParams, attention: AttentionBackend, tp: Axis = WHOLE_WEIGHTS
+    ) -> None:
+        """With `tp` ranks each holds some heads and MLP columns of every block."""
         super().__init__()
         axes, head = params.axes_dims_rope, params.attention_head_dim
         if sum(axes) != head or any(dim % 2 for dim in axes):
@@ -90,10 +99,11 @@ class FluxTransformer2DModel(nn.Module):
         self.context_embedder = nn.Linear(params.joint_attention_dim, dim)
         self.x_embedder = nn.Linear(params.in_channels, dim)
         self.transformer_blocks = nn.ModuleList(
-            FluxTransformerBlock(params, attention) for _ in range(params.num_layers)
+            FluxTransformerBlock(params, attention, tp) for _ in range(params.num_layers)
         )
         self.single_transformer_blocks = nn.ModuleList(
-            FluxSingleTransformerBlock(params, attention) for _ in range(params.num_single_layers)
+            FluxSingleTransformerBlock(params, attention, tp)
+            for _ in range(params.num_single_layers)
         )
         self.norm_out = FluxAdaLayerNormContinuous(dim)
         out_channels = params.out_channels or params.in_channels
@@ -170,16 +180,20 @@ class FluxTimeTextEmbed(nn.Module):
 class FluxTransformerBlock(nn.Module):
     """Dual-stream block: image and text have their own weights and meet in attention."""
 
-    def __init__(self, params: FluxParams, attention: AttentionBackend) -> None:
+    def __init__(
+        self, params: FluxParams, attention: AttentionBackend, tp: Axis = WHOLE_WEIGHTS
+    ) -> None:
         super().__init__()
         dim = params.hidden
         self.norm1 = FluxAdaLayerNormZero(dim)
         self.norm1_context = FluxAdaLayerNormZero(dim)
         self.attn = FluxAttention(params, attention, joint=True)
         self.norm2 = FluxModulatedLayerNorm(dim)
-        self.ff = FluxFeedForward(dim)
+        self.ff = _feed_forward(dim, tp)
         self.norm2_context = FluxModulatedLayerNorm(dim)
-        self.ff_context = FluxFeedForward(dim)
+        self.ff_context = _feed_forward(dim, tp)
+        if tp.size > 1:
+            self.attn.cut(tp)
 
     def forward(
         self, img: torch.Tensor, txt: torch.Tensor, vec: torch.Tensor, rope: Rope
@@ -207,13 +221,19 @@ class FluxTransformerBlock(nn.Module):
 class FluxSingleTransformerBlock(nn.Module):
     """Single-stream block: attention and MLP in parallel over the joint sequence."""
 
-    def __init__(self, params: FluxParams, attention: AttentionBackend) -> None:
+    def __init__(
+        self, params: FluxParams, attention: AttentionBackend, tp: Axis = WHOLE_WEIGHTS
+    ) -> None:
         super().__init__()
         dim = params.hidden
         self.norm = FluxAdaLayerNormZeroSingle(dim)
         self.proj_mlp = nn.Linear(dim, 4 * dim)
         self.proj_out = nn.Linear(5 * dim, dim)
         self.attn = FluxAttention(params, attention, joint=False)
+        if tp.size > 1:
+            self.attn.cut(tp)
+            self.proj_mlp = column_parallel(self.proj_mlp, tp)
+            self.proj_out = RowParallelLinear(self.proj_out, tp, (dim, 4 * dim))
         _mark_plain_gelu_site(self, "proj_mlp")
 
     def forward(self, joint: torch.Tensor, vec: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -238,6 +258,7 @@ class FluxAttention(nn.Module):
         super().__init__()
         dim, head = params.hidden, params.attention_head_dim
         self.head_dim = head
+        self.joint = joint
         self.attention = attention
         self.norm_q = nn.RMSNorm(head, eps=LN_EPS)
         self.norm_k = nn.RMSNorm(head, eps=LN_EPS)
@@ -274,6 +295,15 @@ class FluxAttention(nn.Module):
         txt_out, img_out = out.split_with_sizes([txt.shape[1], img.shape[1]], dim=1)
         return self.to_out[0](img_out.contiguous()), self.to_add_out(txt_out.contiguous())
 
+    def cut(self, tp: Axis) -> None:
+        """Keep this rank's heads; comes before the weights are loaded."""
+        to_heads = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+        for name in to_heads if self.joint else to_heads[:3]:
+            setattr(self, name, column_parallel(getattr(self, name), tp))
+        if self.joint:
+            self.to_out[0] = RowParallelLinear(self.to_out[0], tp)
+            self.to_add_out = RowParallelLinear(self.to_add_out, tp)
+
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
@@ -306,6 +336,29 @@ class FluxFusedGELUProj(nn.Module):
         if fused_gelu_active(self) and can_fuse_linear_gelu(self.proj, x):
             return fused_linear_gelu_tanh(x, self.proj.weight, self.proj.bias)
         return F.gelu(self.proj(x), approximate="tanh")
+
+
+class FluxGELU(FluxFusedGELUProj):
+    """The same for this rank's columns of an MLP that is cut over `tp` ranks."""
+
+    def __init__(self, proj: nn.Linear, tp: Axis) -> None:
+        super().__init__(column_parallel(proj, tp))
+
+
+class FluxParallelFeedForward(nn.Module):
+    """`FluxFeedForward` over `tp` ranks: columns of the first linear, rows of the second."""
+
+    def __init__(self, dim: int, tp: Axis) -> None:
+        super().__init__()
+        up, down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.net = nn.ModuleList([FluxGELU(up, tp), nn.Identity(), RowParallelLinear(down, tp)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net[2](self.net[0](x))
+
+
+def _feed_forward(dim: int, tp: Axis) -> nn.Module:
+    return FluxFeedForward(dim) if tp.size == 1 else FluxParallelFeedForward(dim, tp)
 
 
 class FluxModulatedLayerNorm(nn.Module):
