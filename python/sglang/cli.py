@@ -11,6 +11,7 @@ from sglang.multimodal_gen.configs.validation import suggestion
 _ENTRYPOINTS = "sglang.multimodal_gen.runtime.entrypoints"
 COMMANDS = {
     "generate": (f"{_ENTRYPOINTS}.generate_command", "make pictures from text"),
+    "serve": (f"{_ENTRYPOINTS}.serve_command", "serve a model as the OpenAI images API"),
     "verify": (f"{_ENTRYPOINTS}.verify_command", "compare every fused site with its eager chain"),
     "bench": (f"{_ENTRYPOINTS}.bench_command", "measure seconds a picture"),
     "version": (f"{_ENTRYPOINTS}.version_command", "print versions of package, torch, GPU"),

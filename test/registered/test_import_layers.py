@@ -19,7 +19,7 @@ ROOT = Path(sglang.multimodal_gen.__file__).parents[1]
 GEN, RUNTIME = "sglang.multimodal_gen", "sglang.multimodal_gen.runtime"
 # From the top down; a module may import its own layer and every one below.
 LAYERS = [
-    ("sglang.cli",),
+    ("sglang.cli", f"{RUNTIME}.launch_server"),
     (f"{RUNTIME}.entrypoints",),
     (f"{RUNTIME}.managers", f"{RUNTIME}.profiling", f"{GEN}.report"),  # what a worker did
     (f"{RUNTIME}.pipelines",),

@@ -46,4 +46,10 @@ PROGRESS: EnvironmentVariable[str] = EnvironmentVariable(
     parse=_one_of("auto", "bar", "plain", "off"),
     accepted="auto, bar, plain or off",
 )
-ALL = (PROGRESS,)
+API_KEY: EnvironmentVariable[str | None] = EnvironmentVariable(
+    "SGLANG_DIFFUSION_API_KEY",  # of `sglang serve`; unlike a flag, no process list shows it
+    default=None,
+    parse=str,
+    accepted="visible ASCII characters",
+)
+ALL = (PROGRESS, API_KEY)

@@ -90,7 +90,7 @@ def _add_flag(group: Any, field: dataclasses.Field, default: object) -> None:
 
 
 def _help(text: str, default: object) -> str:
-    if default is None:
+    if default is None or default == ():
         return text
     shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
     return f"{text} [{shown}]"

@@ -1,0 +1,131 @@
+"""Models, health, server information, metrics and the playground's page."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse
+
+from sglang.multimodal_gen.configs.sampling_params import SamplingParams
+from sglang.multimodal_gen.runtime.entrypoints import openapi_schema
+from sglang.multimodal_gen.runtime.entrypoints.engine_errors import (
+    ENGINE_ERRORS,
+    RESTART_S,
+    api_error,
+)
+from sglang.multimodal_gen.runtime.entrypoints.http_errors import ApiError, json_response
+from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import SAMPLING_NAMES
+from sglang.multimodal_gen.runtime.entrypoints.server_context import ServerContext, context_of
+from sglang.multimodal_gen.runtime.managers.engine_state import EngineState
+from sglang.multimodal_gen.version import package_version
+
+PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
+STARTED = int(time.time())
+CANARY_SIDE = 256  # pixels, at most, of the picture of /health_generate
+
+open_router = APIRouter()  # no key is asked for
+router = APIRouter()
+
+
+@open_router.get("/health", responses=openapi_schema.answers(None, 503))
+async def health(request: Request) -> Response:
+    """200 once pictures are made, else 503 with the reason."""
+    engine = context_of(request).engine
+    if engine.state is not EngineState.READY:
+        raise ApiError(503, engine.detail, engine.state.value, retry_after=RESTART_S)
+    return json_response({"status": engine.state.value})
+
+
+@open_router.get("/", response_class=HTMLResponse, responses=openapi_schema.answers(None, 404))
+async def playground(request: Request) -> Response:
+    """The playground, a page without parts from elsewhere."""
+    if not PLAYGROUND.is_file():
+        raise ApiError(404, "this installation has no playground", "not_found")
+    page = await context_of(request).in_thread(PLAYGROUND.read_bytes)
+    headers = {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
+    return HTMLResponse(page, headers=headers)
+
+
+@router.get("/health_generate", responses=openapi_schema.answers(None, 401, 429, 500, 503, 504))
+async def health_generate(request: Request) -> Response:
+    """Really make a small picture in one step, through the queue."""
+    context = context_of(request)
+    try:
+        handle = context.engine.submit(_canary(context), request_id=request.state.request_id)
+        with context.tracked(request.state.request_id, handle):
+            reply = await handle.result()
+    except ENGINE_ERRORS as error:
+        raise api_error(error, context.engine.state.value) from error
+    return json_response({"status": "ready", "seconds": round(reply.seconds, 4)})
+
+
+@router.get("/v1/models", responses=openapi_schema.answers(None, 401))
+async def models(request: Request) -> Response:
+    """The one model that is served."""
+    return json_response({"object": "list", "data": [_model(context_of(request))]})
+
+
+@router.get("/v1/models/{name:path}", responses=openapi_schema.answers(None, 401, 404, 503))
+async def model(name: str, request: Request) -> Response:
+    """The model, by a name that requests may give it."""
+    context = context_of(request)
+    try:
+        context.served.check_name(name)
+    except ENGINE_ERRORS as error:
+        raise api_error(error, context.engine.state.value) from error
+    return json_response(_model(context))
+
+
+@router.get("/server_info", responses=openapi_schema.answers(None, 401))
+async def server_info(request: Request) -> Response:
+    """Settings, defaults, limits and the state of the engine."""
+    context = context_of(request)
+    http = dataclasses.asdict(context.http_args) | {"api_key": None}
+    now = dataclasses.asdict(context.engine.snapshot())
+    return json_response(
+        {
+            "version": package_version(),
+            "model": context.model_name,
+            "defaults": _defaults(context),
+            "server_args": dataclasses.asdict(context.server_args),
+            "http_args": http | {"needs_key": context.http_args.api_key is not None},
+            "engine": now | {"state": context.engine.state.value},
+            "images_kept": len(context.store),
+        }
+    )
+
+
+@router.get("/metrics", responses={200: {"description": "Prometheus text format"}})
+async def metrics(request: Request) -> Response:
+    """Metrics for Prometheus."""
+    text = context_of(request).metrics.text()
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _model(context: ServerContext) -> dict[str, Any]:
+    return {
+        "id": context.model_name,
+        "object": "model",
+        "created": STARTED,
+        "owned_by": "sglang",
+        "defaults": _defaults(context),
+    }
+
+
+def _defaults(context: ServerContext) -> dict[str, Any] | None:
+    """What a request gets for what it leaves out; None while the model is not known."""
+    try:
+        params = SamplingParams(prompt="").fit(context.served.spec)
+    except ENGINE_ERRORS:
+        return None
+    names = [name for name in SAMPLING_NAMES if name != "prompt"]
+    return {name: getattr(params, name) for name in names}
+
+
+def _canary(context: ServerContext) -> SamplingParams:
+    spec = context.served.spec
+    side = min(spec.width, spec.height, CANARY_SIDE // spec.size_multiple * spec.size_multiple)
+    asked = SamplingParams(prompt="a red apple", width=side, height=side, num_inference_steps=1)
+    return asked.fit(spec)

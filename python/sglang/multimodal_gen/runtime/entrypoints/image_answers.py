@@ -1,0 +1,115 @@
+"""Finished requests as OpenAI answers: encoding, keeping, and the JSON around it.
+
+These functions block; run them off the event loop.
+"""
+
+import base64
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sglang.multimodal_gen.runtime.entrypoints.image_files import encode_image
+from sglang.multimodal_gen.runtime.entrypoints.image_store import ImageStore
+from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import ImageJob
+from sglang.multimodal_gen.runtime.managers.messages import GenerateReply, Preview
+
+# OpenAI's clients expect the field; nothing here is counted in tokens.
+NO_TOKENS = {
+    "input_tokens": 0,
+    "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
+    "output_tokens": 0,
+    "total_tokens": 0,
+}
+CONTENT_PATH = "/v1/images/{id}/content"
+
+
+def encode(pixels: np.ndarray, job: ImageJob) -> bytes:
+    """File bytes of `pixels` [height, width, 3] uint8, as the request's format asks."""
+    from PIL import Image
+
+    params = job.params
+    return encode_image(Image.fromarray(pixels), params.output_format, params.output_compression)
+
+
+def images_response(
+    reply: GenerateReply, job: ImageJob, store: ImageStore, base_url: str, request_id: str
+) -> dict[str, Any]:
+    """The body of an answer that is not streamed, pictures in prompt order.
+
+    Raises OutputError when a picture that a url shall lead to cannot be kept.
+    """
+    data = []
+    for image, report in zip(reply.images, reply.reports, strict=True):
+        file = encode(image.pixels, job)
+        if job.options.response_format == "url":
+            item = {"url": picture_url(base_url, store.keep(file, job.params.output_format))}
+        else:
+            item = {"b64_json": text_of(file)}
+        data.append(item | _about(report))
+    return _head(job, reply.reports[0]) | {
+        "id": request_id,
+        "data": data,
+        "warnings": list(job.warnings),
+    }
+
+
+def completed_event(kind: str, file: bytes, job: ImageJob, report: dict[str, Any]) -> dict:
+    """The event of a finished picture; `kind` is "image_generation" or "image_edit"."""
+    head = _head(job, report)
+    quality = head.pop("quality", "auto")
+    return {
+        "type": f"{kind}.completed",
+        "b64_json": text_of(file),
+        "created_at": head.pop("created"),
+        "quality": quality,
+        "usage": NO_TOKENS,
+        **head,
+        **_about(report),
+        "warnings": list(job.warnings),
+    }
+
+
+def partial_event(kind: str, file: bytes, job: ImageJob, preview: Preview, index: int) -> dict:
+    """The event of a preview, the `index`-th of its picture."""
+    head = _head(job, {"quality": "lossless"})
+    return {
+        "type": f"{kind}.partial_image",
+        "b64_json": text_of(file),
+        "created_at": head.pop("created"),
+        "partial_image_index": index,
+        "image_index": preview.image_index,
+        "step": preview.step,
+        "total_steps": preview.total,
+        "quality": "high" if job.params.quality == "high" else "auto",
+        **head,
+    }
+
+
+def text_of(file: bytes) -> str:
+    """Base64."""
+    return base64.b64encode(file).decode("ascii")
+
+
+def picture_url(base_url: str, image_id: str) -> str:
+    """Where a kept picture can be downloaded."""
+    return base_url.rstrip("/") + CONTENT_PATH.format(id=image_id)
+
+
+def _head(job: ImageJob, report: Mapping[str, Any]) -> dict[str, Any]:
+    params = job.params
+    head = {
+        "created": int(time.time()),
+        "size": f"{params.width}x{params.height}",
+        "output_format": params.output_format,
+        "background": "opaque",
+    }
+    # OpenAI's word where it is one; `report` has the tier by its own name.
+    return head | ({"quality": "high"} if report["quality"] == "high" else {})
+
+
+def _about(report: dict[str, Any]) -> dict[str, Any]:
+    revised = report["revised_prompt"]
+    about = {"seed": report["seed"], "report": report}
+    return about | ({} if revised is None else {"revised_prompt": revised})

@@ -1,0 +1,57 @@
+"""`sglang serve`: the OpenAI images API over HTTP, in front of an engine in a worker process."""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+from sglang.multimodal_gen.configs.http_args import HttpArgs
+from sglang.multimodal_gen.configs.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.entrypoints.cli_flags import FlagParser, values_of
+from sglang.multimodal_gen.runtime.entrypoints.console import configure_logging, print_error
+
+PROG = "sglang serve"
+
+
+def run(words: Sequence[str]) -> int:
+    """Serve until SIGTERM or Ctrl-C, then finish what was accepted.
+
+    Returns 0 after that, 1 when the model did not load or the port is taken; exits with 2 for
+    flags that are refused.
+    """
+    parser = build_parser()
+    given = parser.parse(words)
+    try:
+        args = ServerArgs.from_kwargs(**values_of(given, ServerArgs))
+        http_args = HttpArgs.from_kwargs(**values_of(given, HttpArgs))
+        listener = _listen(http_args.host, http_args.port)
+        # Half a second of imports: after the flags are checked.
+        from sglang.multimodal_gen.runtime.entrypoints.server_context import make_context
+        from sglang.multimodal_gen.runtime.entrypoints.server_loop import serve
+
+        context = make_context(args, http_args)
+    except ValueError as error:  # InvalidParameter, and a bad environment variable
+        parser.error(str(error))
+    except OSError as error:
+        print_error(PROG, error)
+        return 1
+    configure_logging(args.log_level)
+    return asyncio.run(serve(context, listener))
+
+
+def build_parser() -> FlagParser:
+    """The flags of `sglang serve`: the fields of HttpArgs and ServerArgs."""
+    parser = FlagParser(PROG, "Serve a model over HTTP, as the OpenAI images API. [...]: default.")
+    parser.add_settings(HttpArgs, "server")
+    parser.add_settings(ServerArgs, "engine")
+    return parser
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        advice = "choose another --host or --port"
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}") from error
