@@ -6,6 +6,7 @@ thread owns which value, the order of the merges, counts, masks, strides.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
 from sglang.kernels.ops.diffusion.triton import layernorm_modulate_kernels as kernels
+from sglang.kernels.ops.diffusion.triton import welford
 from sglang.test.reduction_models import fma32, layer_norm_moments
 
 EPS = np.float32(1e-5)
@@ -104,11 +106,17 @@ def check_heads(batch: int, sequence: int, heads: int, head_dim: int) -> None:
         assert np.array_equal(out.numpy().reshape(expected.shape), expected), (heads, head_dim)
 
 
+def replace_arithmetic(*modules: ModuleType) -> None:
+    """numpy in place of the inline PTX that each module has imported."""
+    for module in modules:
+        for name, function in REPLACED.items():
+            setattr(module, name, elementwise(function))
+        module.widen = widen
+
+
 def main() -> None:
     torch.manual_seed(0)
-    for name, function in REPLACED.items():
-        setattr(kernels, name, elementwise(function))
-    kernels.widen = widen
+    replace_arithmetic(kernels, welford)
     modulate_cases = [(1, 3, 3072, 2), (2, 3, 1024, 1), (1, 2, 64, 1), (1, 3, 516, 2),
                       (1, 2, 2240, 1), (3, 5, 512, 4), (1, 1, 4, 1)]  # fmt: skip
     head_cases = [(1, 5, 3, 128), (2, 3, 3, 40), (1, 3, 2, 64)]

@@ -189,12 +189,13 @@ def test_merges_with_empty_threads_keep_a_head():
     assert np.all(n * (np.float32(1) / n) == 1)
 
 
-def test_triton_kernels_follow_the_models():
-    """Triton's interpreter runs the LayerNorm kernels against the models, on the CPU."""
-    script = Path(__file__).parent / "interpret_layernorm.py"
+@pytest.mark.parametrize("name, cases", [("layernorm", 10), ("rotate_half", 8)])
+def test_triton_kernels_follow_the_models(name, cases):
+    """Triton's interpreter runs the kernels against the models, on the CPU."""
+    script = Path(__file__).parent / f"interpret_{name}.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "10 cases agree" in done.stdout
+    assert f"{cases} cases agree" in done.stdout

@@ -5,7 +5,7 @@ from elementwise_checks import poison, random_bits
 from rms_models import aten_sum_of_squares, flashinfer_sum_of_squares
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sglang.kernels.ops.diffusion.triton import qk_rmsnorm_rope as module
+from sglang.kernels.ops.diffusion.triton import head_streams
 from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rope import (
     can_use_fused_joint_qk_rmsnorm_rope,
     can_use_fused_qk_rmsnorm_rope,
@@ -83,7 +83,7 @@ def joint_inputs(batch, txt, img, heads, head_dim, device="cuda", dtype=BF16):
 @pytest.fixture
 def any_device(monkeypatch):
     """The predicates' other limits, tried on CPU tensors."""
-    monkeypatch.setattr(module, "triton_runs_on", lambda device: True)
+    monkeypatch.setattr(head_streams, "triton_runs_on", lambda device: True)
 
 
 def test_reference_is_the_diffusers_chain():

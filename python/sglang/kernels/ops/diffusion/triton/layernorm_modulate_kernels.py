@@ -1,7 +1,7 @@
 """Triton kernels of `layernorm_modulate`, whose docstring is the contract. Importing needs triton.
 
 Axis names: `thread` is one of the 128 threads of aten's (32, 4) block, `4` the vector that such a
-thread loads at a time. Its state is (mean, m2, count), m2 being the sum of squared deviations.
+thread loads at a time. Its state is that of `welford.py`.
 """
 
 import triton
@@ -10,78 +10,19 @@ import triton.language as tl
 from sglang.kernels.ops.diffusion.triton.ptx import (
     add_rn,
     div_rn,
-    fma_rn,
     modulate,
     mul_rn,
     one_plus,
-    rcp_rn,
     rsqrt_approx,
     sub_rn,
     widen,
 )
-
-
-@triton.jit
-def _welford_step(
-    value: tl.tensor, mean: tl.tensor, m2: tl.tensor, reciprocal: tl.constexpr
-) -> tl.tensor:
-    delta = sub_rn(value, mean)
-    new_mean = fma_rn(delta, reciprocal, mean)
-    return new_mean, fma_rn(delta, sub_rn(value, new_mean), m2)
-
-
-@triton.jit
-def _welford_vector(
-    vectors: tl.tensor, mean: tl.tensor, m2: tl.tensor, SEEN: tl.constexpr
-) -> tl.tensor:
-    """Four serial steps of each thread, which has seen SEEN values; vectors [*, *, 4].
-
-    A correctly rounded 1/n is what aten's guarded reciprocal gives; it is a constant here.
-    """
-    outer: tl.constexpr = vectors.shape[0]
-    inner: tl.constexpr = vectors.shape[1]
-    even, odd = tl.split(tl.reshape(widen(vectors), (outer, inner, 2, 2)))
-    value_0, value_2 = tl.split(even)
-    value_1, value_3 = tl.split(odd)
-    mean, m2 = _welford_step(value_0, mean, m2, 1.0 / (SEEN + 1))
-    mean, m2 = _welford_step(value_1, mean, m2, 1.0 / (SEEN + 2))
-    mean, m2 = _welford_step(value_2, mean, m2, 1.0 / (SEEN + 3))
-    return _welford_step(value_3, mean, m2, 1.0 / (SEEN + 4))
-
-
-@triton.jit
-def _merge(
-    mean: tl.tensor,
-    m2: tl.tensor,
-    count: tl.tensor,
-    other_mean: tl.tensor,
-    other_m2: tl.tensor,
-    other_count: tl.tensor,
-) -> tl.tensor:
-    """Merge a thread's state with the one that reaches it; two empty ones give an empty one.
-
-    Not symmetric: the weighted mean of the thread itself is rounded, the other's is fused.
-    """
-    delta = sub_rn(mean, other_mean)
-    total = add_rn(count, other_count)
-    reciprocal = rcp_rn(total)
-    weight = mul_rn(count, reciprocal)
-    other_weight = mul_rn(other_count, reciprocal)
-    merged_mean = fma_rn(other_mean, other_weight, mul_rn(mean, weight))
-    spread = mul_rn(other_count, mul_rn(delta, delta))
-    merged_m2 = fma_rn(spread, weight, add_rn(other_m2, m2))
-    filled = total > 0
-    return tl.where(filled, merged_mean, 0.0), tl.where(filled, merged_m2, 0.0), total
-
-
-@triton.jit
-def _merge_even(
-    mean: tl.tensor, m2: tl.tensor, other_mean: tl.tensor, other_m2: tl.tensor, COUNT: tl.constexpr
-) -> tl.tensor:
-    """`_merge` where both have COUNT values and COUNT * rcp(2 * COUNT) is exactly 0.5."""
-    delta = sub_rn(mean, other_mean)
-    merged_mean = fma_rn(other_mean, 0.5, mul_rn(mean, 0.5))
-    return merged_mean, fma_rn(mul_rn(COUNT, mul_rn(delta, delta)), 0.5, add_rn(other_m2, m2))
+from sglang.kernels.ops.diffusion.triton.welford import (
+    merge,
+    merge_empty,
+    merge_even,
+    welford_vector,
+)
 
 
 @triton.jit
@@ -112,7 +53,7 @@ def _fold_lanes_even(mean: tl.tensor, m2: tl.tensor, COUNT: tl.constexpr) -> tl.
     for step in tl.static_range(5):
         other_mean = _shuffle_down(mean, 16 >> step)
         other_m2 = _shuffle_down(m2, 16 >> step)
-        mean, m2 = _merge_even(mean, m2, other_mean, other_m2, COUNT * 2.0**step)
+        mean, m2 = merge_even(mean, m2, other_mean, other_m2, COUNT * 2.0**step)
     return mean, m2
 
 
@@ -123,7 +64,7 @@ def _fold_lanes(mean: tl.tensor, m2: tl.tensor, count: tl.tensor) -> tl.tensor:
         other_mean = _shuffle_down(mean, 16 >> step)
         other_m2 = _shuffle_down(m2, 16 >> step)
         other_count = _shuffle_down(count, 16 >> step)
-        mean, m2, count = _merge(mean, m2, count, other_mean, other_m2, other_count)
+        mean, m2, count = merge(mean, m2, count, other_mean, other_m2, other_count)
     return mean, m2, count
 
 
@@ -139,7 +80,7 @@ def _fold_block_even(mean: tl.tensor, m2: tl.tensor, COUNT: tl.constexpr) -> tl.
     for step in tl.static_range(2):
         mean, other_mean = _halves(mean)
         m2, other_m2 = _halves(m2)
-        mean, m2 = _merge_even(mean, m2, other_mean, other_m2, COUNT * 32.0 * 2.0**step)
+        mean, m2 = merge_even(mean, m2, other_mean, other_m2, COUNT * 32.0 * 2.0**step)
     return mean, m2
 
 
@@ -158,7 +99,7 @@ def _fold_block(mean: tl.tensor, m2: tl.tensor, count: tl.tensor) -> tl.tensor:
         mean, other_mean = _halves(mean)
         m2, other_m2 = _halves(m2)
         count, other_count = _halves(count)
-        mean, m2, count = _merge(mean, m2, count, other_mean, other_m2, other_count)
+        mean, m2, count = merge(mean, m2, count, other_mean, other_m2, other_count)
     return mean, m2
 
 
@@ -174,12 +115,12 @@ def _block_moments(
     mean = tl.zeros((128, ROWS), tl.float32)
     m2 = tl.zeros((128, ROWS), tl.float32)
     for chunk in tl.static_range(FULL):
-        mean, m2 = _welford_vector(vectors[chunk], mean, m2, chunk * 4)
+        mean, m2 = welford_vector(vectors[chunk], mean, m2, chunk * 4)
     if EVEN:
         mean, m2 = _fold_block_even(tl.trans(mean), tl.trans(m2), FULL * 4.0)
     else:
         owns = (FULL * 512 + tl.arange(0, 128) * 4 < HIDDEN)[:, None]
-        last_mean, last_m2 = _welford_vector(vectors[FULL], mean, m2, FULL * 4)
+        last_mean, last_m2 = welford_vector(vectors[FULL], mean, m2, FULL * 4)
         mean = tl.where(owns, last_mean, mean)
         m2 = tl.where(owns, last_m2, m2)
         count = tl.broadcast_to(tl.where(owns, FULL * 4.0 + 4.0, FULL * 4.0), (128, ROWS))
@@ -246,16 +187,6 @@ def layernorm_modulate_kernel(
 
 
 @triton.jit
-def _merge_empty(mean: tl.tensor, m2: tl.tensor) -> tl.tensor:
-    """`_merge` with an empty state where count * rcp(count) is exactly 1: zeros are still added.
-
-    (A squared mean that overflows makes the sum NaN here, as it does in aten.)
-    """
-    spread = mul_rn(0.0, mul_rn(mean, mean))
-    return add_rn(mean, 0.0), add_rn(spread, add_rn(0.0, m2))
-
-
-@triton.jit
 def _head_layernorm(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -274,7 +205,7 @@ def _head_layernorm(
     x = tl.load(x_ptr + start + column, mask=mask, other=0.0)
 
     empty = tl.zeros((ROWS, 32), tl.float32)
-    mean, m2 = _welford_vector(tl.reshape(x, (ROWS, 32, 4)), empty, empty, 0)
+    mean, m2 = welford_vector(tl.reshape(x, (ROWS, 32, 4)), empty, empty, 0)
     if HEAD_DIM == 128:
         mean, m2 = _fold_lanes_even(mean, m2, 4.0)
     else:
@@ -284,8 +215,8 @@ def _head_layernorm(
         mean, m2, _ = _fold_lanes(mean, m2, tl.where(owns, 4.0, 0.0))
     mean = _first_lane(mean)
     m2 = _first_lane(m2)
-    mean, m2 = _merge_empty(mean, m2)  # warp 2
-    mean, m2 = _merge_empty(mean, m2)  # warps 1 and 3
+    mean, m2 = merge_empty(mean, m2)  # warp 2
+    mean, m2 = merge_empty(mean, m2)  # warps 1 and 3
     mean = tl.reshape(mean, (ROWS,))
     rstd = rsqrt_approx(add_rn(div_rn(tl.reshape(m2, (ROWS,)), HEAD_DIM * 1.0), eps))
 

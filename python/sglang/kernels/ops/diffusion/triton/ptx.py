@@ -167,3 +167,53 @@ def modulate(value: tl.tensor, factor: tl.tensor, shift: tl.tensor) -> tl.tensor
     else:
         product = mul_rn(round_to(value, dtype), factor.to(tl.float32))
         return add_rn(round_to(product, dtype), shift.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def rotate_rounded(
+    first: tl.tensor,
+    second: tl.tensor,
+    cos_first: tl.tensor,
+    sin_first: tl.tensor,
+    cos_second: tl.tensor,
+    sin_second: tl.tensor,
+) -> tl.tensor:
+    """Round a pair of channels and rotate it, every product and sum rounded to the tables' dtype.
+
+    fp32 `first`, `second` -> (round(round(a * cos_first) - round(b * sin_first)),
+    round(round(b * cos_second) + round(a * sin_second))), a and b being the rounded pair. As in
+    `modulate` bf16 arithmetic gives eager's bits: a product of two bf16 numbers has 16 bits, so
+    fp32 holds it exactly but below half of bf16's least number, where both round to zero.
+    """
+    dtype: tl.constexpr = cos_first.dtype
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, ones, minus, zeros, left, right;
+            mov.b32 ones, 0x3f803f80;
+            mov.b32 minus, 0xbf80bf80;
+            mov.b32 zeros, 0x80008000;
+            cvt.rn.bf16x2.f32 a, $3, $2;
+            cvt.rn.bf16x2.f32 b, $5, $4;
+            fma.rn.bf16x2 left, a, $6, zeros;
+            fma.rn.bf16x2 right, b, $7, zeros;
+            fma.rn.bf16x2 $0, right, minus, left;
+            fma.rn.bf16x2 left, b, $8, zeros;
+            fma.rn.bf16x2 right, a, $9, zeros;
+            fma.rn.bf16x2 $1, right, ones, left;
+            }""",
+            "=&r,=&r,r,r,r,r,r,r,r,r",
+            [first, second, cos_first, sin_first, cos_second, sin_second],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        a = round_to(first, dtype)
+        b = round_to(second, dtype)
+        left = round_to(mul_rn(a, cos_first.to(tl.float32)), dtype)
+        right = round_to(mul_rn(b, sin_first.to(tl.float32)), dtype)
+        out_first = sub_rn(left, right).to(dtype)
+        left = round_to(mul_rn(b, cos_second.to(tl.float32)), dtype)
+        right = round_to(mul_rn(a, sin_second.to(tl.float32)), dtype)
+        return out_first, add_rn(left, right).to(dtype)

@@ -27,11 +27,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
-from sglang.kernels.registration import register_op, wants_gradient
+from sglang.kernels.ops.diffusion.triton.head_streams import (
+    MAX_HEAD_DIM,
+    VECTOR,
+    head_strides,
+    head_tile,
+    stream_fits,
+    table_fits,
+)
+from sglang.kernels.registration import register_op
 
-MAX_HEAD_DIM = 128  # one vector of 4 a lane: more would enter aten's later warps
-VECTOR = 8  # elements of a 16-byte load
 TILE_ELEMENTS = 1024  # of one program step: 8 a thread with 4 warps
 QK = tuple[torch.Tensor, torch.Tensor]
 
@@ -90,7 +95,7 @@ def can_use_fused_qk_rmsnorm_rope(
     sin: torch.Tensor,
 ) -> bool:
     """Whether the fused kernel takes these inputs; otherwise run the eager chain."""
-    return _stream_fits(q, k, q_weight, k_weight) and _tables_fit(q, cos, sin, q.shape[1])
+    return stream_fits(q, k, q_weight, k_weight) and _tables_fit(q, cos, sin, q.shape[1])
 
 
 def can_use_fused_joint_qk_rmsnorm_rope(
@@ -106,60 +111,18 @@ def can_use_fused_joint_qk_rmsnorm_rope(
     sin: torch.Tensor,
 ) -> bool:
     """Whether the fused kernel takes these two streams; otherwise run the eager chain."""
-    if not _stream_fits(txt_q, txt_k, txt_q_weight, txt_k_weight):
+    if not stream_fits(txt_q, txt_k, txt_q_weight, txt_k_weight):
         return False
-    if not _stream_fits(img_q, img_k, img_q_weight, img_k_weight):
+    if not stream_fits(img_q, img_k, img_q_weight, img_k_weight):
         return False
     same = (txt_q.device, txt_q.dtype) == (img_q.device, img_q.dtype)
     same = same and txt_q.shape[0] == img_q.shape[0] and txt_q.shape[2:] == img_q.shape[2:]
     return same and _tables_fit(img_q, cos, sin, txt_q.shape[1] + img_q.shape[1])
 
 
-def _stream_fits(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
-) -> bool:
-    """One stream's q and k share shape and strides; 16-byte loads; weights `[D]` of x's dtype."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or q.dim() != 4 or q.numel() == 0:
-        return False
-    head_dim = q.shape[3]
-    if head_dim % VECTOR or head_dim > MAX_HEAD_DIM or q.shape[0] > 65535:
-        return False
-    if k.shape != q.shape or _strides(k) != _strides(q):
-        return False
-    if q.stride(3) != 1 or any(stride % VECTOR for stride in _strides(q)):
-        return False
-    for tensor in (q, k, q_weight, k_weight):
-        if tensor.dtype != q.dtype or tensor.device != q.device or not aligned(tensor):
-            return False
-    if any(w.shape != (head_dim,) or w.stride(0) != 1 for w in (q_weight, k_weight)):
-        return False
-    return triton_runs_on(q.device) and not wants_gradient(q, k, q_weight, k_weight)
-
-
 def _tables_fit(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tokens: int) -> bool:
-    return all(
-        table.shape == (tokens, q.shape[3])
-        and table.dtype == torch.float32
-        and table.device == q.device
-        and table.is_contiguous()
-        and aligned(table)
-        for table in (cos, sin)
-    )
-
-
-def _strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Strides of the batch, token and head axes; 0 where the axis has one entry."""
-    return tuple(0 if x.shape[d] == 1 else x.stride(d) for d in range(3))
-
-
-def _tile(heads: int, head_dim: int) -> dict[str, int]:
-    """Heads a step: as many as fill 4 warps with 16-byte loads, fewer when that divides H."""
-    block_d = 1 << (head_dim - 1).bit_length()
-    block_h = min(TILE_ELEMENTS // block_d, 1 << (heads - 1).bit_length())
-    while block_h > 4 and heads % block_h:
-        block_h //= 2
-    warps = max(1, block_h * block_d // (32 * VECTOR))
-    return {"BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": warps}
+    shape = (tokens, q.shape[3])
+    return all(table_fits(table, shape, q, torch.float32) for table in (cos, sin))
 
 
 def _launch(
@@ -178,12 +141,12 @@ def _launch(
     tokens = cos.shape[0]
     out_q = img[0].new_empty(batch, tokens, heads, head_dim)
     out_k = torch.empty_like(out_q)
-    strides = [stride // VECTOR for stream in (first, img) for stride in _strides(stream[0])]
+    strides = [stride // VECTOR for stream in (first, img) for stride in head_strides(stream[0])]
     with torch.cuda.device(out_q.device):
         qk_rmsnorm_rope_kernel[(tokens, batch)](
             *first[:2], *img[:2], *first[2:], *img[2:], cos, sin, out_q, out_k, *strides,
             tokens - img[0].shape[1], eps,
-            JOINT=joint, H=heads, D=head_dim, **_tile(heads, head_dim),
+            JOINT=joint, H=heads, D=head_dim, **head_tile(heads, head_dim, TILE_ELEMENTS),
         )  # fmt: skip
     return out_q, out_k
 
@@ -326,7 +289,7 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
             signature[name] = "*fp32" if name in ("cos_ptr", "sin_ptr") else "*bf16"
         else:
             signature[name] = "fp32" if name == "eps" else "i32"
-    tile = _tile(24, 128)
+    tile = head_tile(24, 128, TILE_ELEMENTS)
     constants = {"H": 24, "D": 128, "BLOCK_H": tile["BLOCK_H"], "BLOCK_D": tile["BLOCK_D"]}
     return [
         (qk_rmsnorm_rope_kernel, signature, {"JOINT": joint, **constants})

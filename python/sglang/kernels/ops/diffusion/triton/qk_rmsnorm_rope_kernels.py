@@ -3,27 +3,18 @@
 import triton
 import triton.language as tl
 
-from sglang.kernels.ops.diffusion.triton.ptx import (
-    add_rn,
-    div_rn,
-    mul_rn,
-    round_to,
-    rsqrt_approx,
-    sub_rn,
-    widen,
+from sglang.kernels.ops.diffusion.triton.ptx import add_rn, mul_rn, round_to, sub_rn, widen
+from sglang.kernels.ops.diffusion.triton.rms_sum import (
+    add_squares_of_4,
+    fold_halves,
+    rstd_of_sum,
 )
-from sglang.kernels.ops.diffusion.triton.rms_sum import add_squares_of_4, fold_halves
 
 
 @triton.jit
 def _rstd(x: tl.tensor, eps: tl.tensor, D: tl.constexpr) -> tl.tensor:
     acc = tl.zeros((x.shape[0], x.shape[1] // 4), tl.float32)
-    total = fold_halves(add_squares_of_4(acc, x))
-    if D & (D - 1) == 0:
-        mean = mul_rn(total, 1.0 / D)  # exact, so the same as the division
-    else:
-        mean = div_rn(total, D * 1.0)
-    return rsqrt_approx(add_rn(mean, eps))
+    return rstd_of_sum(fold_halves(add_squares_of_4(acc, x)), eps, D)
 
 
 @triton.jit

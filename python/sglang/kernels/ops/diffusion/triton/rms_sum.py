@@ -9,7 +9,7 @@ butterfly shuffle, or one plain addition where both numbers live in the same thr
 import triton
 import triton.language as tl
 
-from sglang.kernels.ops.diffusion.triton.ptx import add_rn, mul_rn
+from sglang.kernels.ops.diffusion.triton.ptx import add_rn, div_rn, mul_rn, rsqrt_approx
 
 
 @triton.jit
@@ -75,3 +75,13 @@ def fold_adjacent(x: tl.tensor) -> tl.tensor:
         if lanes >> step > 1:
             x = tl.reduce(tl.reshape(x, (rows, lanes >> (step + 1), 2)), 2, _plus)
     return tl.reshape(x, (rows,))
+
+
+@triton.jit
+def rstd_of_sum(total: tl.tensor, eps: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """`rsqrt.approx(total / D (div.rn) + eps)` of the sums of squares of rows of D values."""
+    if D & (D - 1) == 0:
+        mean = mul_rn(total, 1.0 / D)  # exact, so the same as the division
+    else:
+        mean = div_rn(total, D * 1.0)
+    return rsqrt_approx(add_rn(mean, eps))
