@@ -16,6 +16,7 @@ from sglang.kernels.ops.diffusion.fused_ln_modulate import (
     mount_fused_ln_modulate,
     unmount_fused_ln_modulate,
 )
+from sglang.multimodal_gen.runtime.distributed.parallel_state import share_branches
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import euler_step
 from sglang.multimodal_gen.runtime.pipelines.stages.checks import require_finite
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
@@ -55,10 +56,7 @@ class DenoisingStage:
         clock = StepClock(self.device)
         for i in range(steps):
             timestep = image.timesteps[i].expand(1).to(latents.dtype)
-            velocity = self._velocity(image, image.text, latents, timestep, guidance)
-            if batch.true_cfg:
-                negative = self._velocity(image, image.negative_text, latents, timestep, guidance)
-                velocity = negative + batch.params.true_cfg_scale * (velocity - negative)
+            velocity = self._guided_velocity(image, batch, latents, timestep, guidance)
             if batch.on_estimate is not None:
                 batch.on_estimate(image, i, latents, velocity)
             latents = euler_step(latents, velocity, image.sigmas[i], image.sigmas[i + 1])
@@ -66,6 +64,24 @@ class DenoisingStage:
             batch.on_progress(label, i + 1, steps)
         image.step_seconds = clock.seconds()
         return latents
+
+    def _guided_velocity(
+        self,
+        image: ImageState,
+        batch: BatchState,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        guidance: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A step's velocity: one forward, or with true CFG two, each on ranks of its own where
+        the layout says so; combined in the same order everywhere."""
+        texts = [image.text, image.negative_text] if batch.true_cfg else [image.text]
+        velocity, *others = share_branches(
+            lambda text: self._velocity(image, text, latents, timestep, guidance), texts
+        )
+        for negative in others:
+            velocity = negative + batch.params.true_cfg_scale * (velocity - negative)
+        return velocity
 
     def _velocity(
         self,
