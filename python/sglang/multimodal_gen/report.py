@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from sglang.kernels.ops.diffusion.bitexact_gate import all_gates
+from sglang.multimodal_gen.configs.condition_image import ConditionImage
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.managers.messages import GenerateResponse, ImageOutput
 from sglang.multimodal_gen.runtime.pipelines.base import Pipeline
@@ -29,6 +30,8 @@ def build_report(
         "num_inference_steps": params.num_inference_steps,
         "guidance_scale": params.guidance_scale,
         "true_cfg_scale": params.true_cfg_scale,
+        "strength": params.strength,
+        "condition_images": [_described(picture) for picture in params.image or ()],
         "sha256": pixel_hash(image.pixels),
         "requested_quality": params.quality,
         "quality": effective_quality(params.quality, response.mounted, pipeline.compiled),
@@ -46,6 +49,12 @@ def build_report(
 def pixel_hash(pixels: np.ndarray) -> str:
     """sha256 of the uint8 pixels, row by row, without any file format around them."""
     return hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()
+
+
+def _described(picture: ConditionImage) -> dict[str, Any]:
+    """A picture of the request, so that the result can be made again."""
+    digest = hashlib.sha256(picture.rgb).hexdigest()
+    return {"size": [picture.width, picture.height], "sha256": digest}
 
 
 def effective_quality(requested: str, mounted: dict[str, str | None], compiled: bool) -> str:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from PIL import Image
+
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
@@ -20,6 +22,14 @@ def test_text_to_image(tmp_path):
     path, sha256 = run("text_to_image.py", "a red apple", str(tmp_path)).split()
     assert Path(path).parent == tmp_path and Path(path).read_bytes().startswith(b"\x89PNG")
     assert len(sha256) == 64
+
+
+def test_image_to_image(tmp_path):
+    picture, out = tmp_path / "in.png", tmp_path / "out"
+    Image.new("RGB", (128, 128), "green").save(picture)
+    lines = run("image_to_image.py", str(picture), "a red apple", str(out)).splitlines()
+    assert [line.split()[:2] for line in lines] == [["0.3", "6"], ["0.6", "12"], ["0.9", "18"]]
+    assert len(list(out.glob("*.png"))) == 3
 
 
 def test_seeds_and_batches():

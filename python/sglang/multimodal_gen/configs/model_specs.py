@@ -68,7 +68,11 @@ class ModelSpec:
 
 
 _FLUX_DEV = ModelSpec(
-    pipeline_class="FluxPipeline", guidance_scale=3.5, has_guidance_embedding=True
+    pipeline_class="FluxPipeline",
+    guidance_scale=3.5,
+    has_guidance_embedding=True,
+    edits="img2img",
+    strength=0.6,
 )
 _FLUX_SCHNELL = replace(
     _FLUX_DEV,

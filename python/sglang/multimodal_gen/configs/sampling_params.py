@@ -124,6 +124,12 @@ class SamplingParams:
         self._check_seeds()
         self._check_extension()
 
+    @property
+    def first_step(self) -> int:
+        """The first step that runs, of a resolved request: 0, or as `strength` says."""
+        steps = self.num_inference_steps
+        return 0 if self.strength is None else int(steps - min(steps * self.strength, steps))
+
     @classmethod
     def from_kwargs(cls, **values: Any) -> "SamplingParams":
         """A request from keywords; an unknown one is an error that names the nearest valid one."""
@@ -160,8 +166,8 @@ class SamplingParams:
         }
         if spec.guidance_scale_is_cfg:
             missing |= self._one_guidance(spec)
-        if self.image is None:
-            missing.pop("strength", None)
+        if self.image is None or spec.edits != "img2img":
+            missing["strength"] = None
         resolved = replace(self, **missing)
         for name in ("width", "height"):
             _check_multiple(name, getattr(resolved, name), spec.size_multiple)

@@ -83,7 +83,8 @@ def _make_profile(params: SamplingParams, device: torch.device) -> torch.profile
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    active = min(params.num_profiled_timesteps, max(1, (params.num_inference_steps or 1) - 1))
+    steps = (params.num_inference_steps or 1) - params.first_step
+    active = min(params.num_profiled_timesteps, max(1, steps - 1))
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=active, repeat=1)
     return torch.profiler.profile(activities=activities, schedule=schedule)
 

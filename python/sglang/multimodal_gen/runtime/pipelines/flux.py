@@ -22,11 +22,11 @@ from sglang.multimodal_gen.runtime.pipelines.base import LoadProgress, Pipeline
 from sglang.multimodal_gen.runtime.pipelines.residency import offloads_text_encoders
 from sglang.multimodal_gen.runtime.pipelines.stages.decoding import DecodingStage
 from sglang.multimodal_gen.runtime.pipelines.stages.denoising import DenoisingStage
-from sglang.multimodal_gen.runtime.pipelines.stages.latent_preparation import LatentPreparationStage
-from sglang.multimodal_gen.runtime.pipelines.stages.text_encoding import TextEncodingStage
-from sglang.multimodal_gen.runtime.pipelines.stages.timestep_preparation import (
-    TimestepPreparationStage,
+from sglang.multimodal_gen.runtime.pipelines.stages.image_to_image import (
+    ImageLatentPreparationStage,
+    StrengthTimestepPreparationStage,
 )
+from sglang.multimodal_gen.runtime.pipelines.stages.text_encoding import TextEncodingStage
 
 
 def build_flux(
@@ -73,14 +73,14 @@ def build_flux(
     on_load("ready", 4, 4)
 
     text = TextEncodingStage(clip_tokenizer, clip, t5_tokenizer, t5, device, dit)
-    latents = LatentPreparationStage(params.in_channels // 4, vae_scale, dit, device)
-    timesteps = TimestepPreparationStage(scheduler, device)
+    latents = ImageLatentPreparationStage(params.in_channels // 4, vae_scale, dit, device, vae=vae)
+    timesteps = StrengthTimestepPreparationStage(scheduler, device)
     denoising = DenoisingStage(transformer, params.guidance_embeds, device)
-    stages = (text, latents, timesteps, denoising, DecodingStage(vae, vae_scale))
+    decoding = DecodingStage(vae, vae_scale)
     return Pipeline(
         spec=spec,
         transformer=transformer,
-        stages=stages,
+        stages=(text, latents, timesteps, denoising, decoding),
         device=device,
         attention_backend=backend,
         precisions=precisions,

@@ -16,7 +16,7 @@ from sglang.kernels.ops.diffusion.fused_ln_modulate import (
     mount_fused_ln_modulate,
     unmount_fused_ln_modulate,
 )
-from sglang.multimodal_gen.runtime.distributed.parallel_state import share_branches
+from sglang.multimodal_gen.runtime.distributed.parallel_state import SINGLE, ParallelState
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import euler_step
 from sglang.multimodal_gen.runtime.pipelines.stages.checks import require_finite
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
@@ -41,6 +41,7 @@ class DenoisingStage:
     has_guidance: bool
     device: torch.device
     name: str = "DenoisingStage"
+    parallel: ParallelState = SINGLE
 
     def __call__(self, batch: BatchState) -> None:
         with mounted_tier(self.transformer, batch.params.quality) as batch.mounted:
@@ -76,7 +77,7 @@ class DenoisingStage:
         """A step's velocity: one forward, or with true CFG two, each on ranks of its own where
         the layout says so; combined in the same order everywhere."""
         texts = [image.text, image.negative_text] if batch.true_cfg else [image.text]
-        velocity, *others = share_branches(
+        velocity, *others = self.parallel.cfg.share_branches(
             lambda text: self._velocity(image, text, latents, timestep, guidance), texts
         )
         for negative in others:

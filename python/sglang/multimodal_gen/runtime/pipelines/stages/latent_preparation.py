@@ -29,8 +29,12 @@ class LatentPreparationStage:
     def draw(self, seed: int, height: int, width: int, generator_device: str) -> torch.Tensor:
         """float32 [1, latent_channels, height, width] standard normal noise."""
         generator = torch.Generator(generator_device).manual_seed(seed)
-        shape = (1, self.latent_channels, height, width)
-        return torch.randn(shape, generator=generator, device=generator_device, dtype=torch.float32)
+        return draw_noise(generator, (1, self.latent_channels, height, width))
+
+
+def draw_noise(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    """Standard normal noise, float32 on the generator's device."""
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
 
 
 def pack_latents(latents: torch.Tensor) -> torch.Tensor:
