@@ -14,8 +14,7 @@ import hashlib
 import math
 import statistics
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark")]
+
+from long_runs import attempt, exit_code, free_memory, names_of  # noqa: E402
 
 ARMS = ("eager", "lossless", "high", "diffusers", "diffusers-compile")
 REFERENCE = "diffusers"
@@ -76,25 +77,21 @@ class ArmLog:
 
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="flux1-dev", help=f"comma list of {', '.join(MODELS)}")
-    parser.add_argument(
-        "--arms", default="eager,lossless", help=f"all, or a comma list of {', '.join(ARMS)}"
-    )
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--height", type=int, default=1024)
-    parser.add_argument("--steps", type=int, help="default: the model's")
-    parser.add_argument(
-        "--runs", type=int, default=3, help="runs of each arm; the first is dropped"
-    )
-    parser.add_argument("--profile", action="store_true", help="add kernel families (one more run)")
-    parser.add_argument("--json", type=Path, help="merge the rows into this result file")
+    flag = parser.add_argument
+    flag("--model", default="flux1-dev", help=f"comma list of {', '.join(MODELS)}")
+    flag("--arms", default="eager,lossless", help=f"all, or a comma list of {', '.join(ARMS)}")
+    flag("--width", type=int, default=1024)
+    flag("--height", type=int, default=1024)
+    flag("--steps", type=int, help="default: the model's")
+    flag("--runs", type=int, default=3, help="runs of each arm; the first is dropped")
+    flag("--profile", action="store_true", help="add kernel families (one more run)")
+    flag("--json", type=Path, help="merge the rows into this result file")
     args = parser.parse_args(words)
-    args.models = args.model.split(",")
-    args.arms = list(ARMS) if args.arms == "all" else args.arms.split(",")
-    for given, known in ((args.models, MODELS), (args.arms, ARMS)):
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            parser.error(f"got {unknown}, expected names of {list(known)}")
+    try:
+        args.models = names_of(args.model, list(MODELS))
+        args.arms = list(ARMS) if args.arms == "all" else names_of(args.arms, ARMS)
+    except ValueError as error:
+        parser.error(str(error))
     if args.runs < 2:
         parser.error(f"--runs: got {args.runs}, expected at least 2 (the first is dropped)")
     return args
@@ -117,9 +114,7 @@ def main() -> int:
         if rows:
             report(rows, args.json)
         free_memory()
-    if failed:
-        print(f"failed: {', '.join(failed)}")
-    return int(bool(failed))
+    return exit_code(failed)
 
 
 def bench_model(model: str, args: argparse.Namespace, failed: list[str]) -> list[DenoiseRow]:
@@ -134,17 +129,6 @@ def bench_model(model: str, args: argparse.Namespace, failed: list[str]) -> list
     if args.profile:
         rows = [profiled(row, case, failed) for row in rows]
     return rows
-
-
-def attempt(what: str, failed: list[str], action: Callable[[], Any]) -> Any:
-    """What `action` returns; where it raises, None, and the rest of the measurement goes on: the
-    traceback is printed, `what` is appended to `failed` and the exit code tells."""
-    try:
-        return action()
-    except Exception:
-        traceback.print_exc()
-        failed.append(what)
-        return None
 
 
 def make_case(model: str, args: argparse.Namespace) -> "DenoiseCase":
@@ -272,17 +256,6 @@ def report(rows: list[DenoiseRow], path: Path | None) -> None:
     with_families = [row for row in table if row["families"]]
     if with_families:
         print(family_table(with_families), flush=True)
-
-
-def free_memory() -> None:
-    """Give the GPU back what the last model held."""
-    import gc
-
-    import torch
-
-    torch._dynamo.reset()  # compiled graphs hold the weights
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def latents_md5(latents: "torch.Tensor") -> str:

@@ -1,212 +1,233 @@
 """Whole generations through the public API, by the measuring protocol of the README.
 
-    python benchmark/bench_generate.py --model flux1-dev --arms eager,lossless,high \
+    python benchmark/bench_generate.py --model flux1-dev,glm-image,bundled \
         --json benchmark/results/h200/generate.json
 
 One warm process; every arm makes `--runs` pictures one after another, the first is dropped, the
 median of the rest counts. The first arm runs again at the end (A/B/A): the drift of the machine.
 Denoise time is the DenoisingStage's own. PSNR and SSIM compare with the lossless arm's picture.
+An arm stops early when it has used `--arm-seconds`. Rows are written after every arm; what raises
+is reported, the rest still runs, and the exit code is 1.
 """
 
 import argparse
-import hashlib
 import json
-import statistics
 import sys
-from collections.abc import Iterator
+import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from sglang.multimodal_gen import DiffGenerator, GenerationResult
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark")]
 
+from generate_rows import GenerateRow, drift_pct, make_rows, print_rows  # noqa: E402
+from long_runs import attempt, exit_code, free_memory, names_of  # noqa: E402
+
 ARMS = ("eager", "lossless", "high")
-MODELS = {"flux1-dev": "FLUX.1-dev", "flux1-schnell": "FLUX.1-schnell", "bundled": None}
-PROMPT = "a lighthouse on a cliff at dusk, long exposure"
-# op of kernels.json and shape prefix -> sites a FLUX.1 step has at that shape (1024x1024)
-FLUX_SITES = {
-    ("residual_gate_add", (1, 4096, 3072)): 38,
-    ("residual_gate_add", (1, 512, 3072)): 38,
-    ("residual_gate_add", (1, 4608, 3072)): 38,
-    ("layernorm_modulate", (1, 4096, 3072)): 39,
-    ("layernorm_modulate", (1, 512, 3072)): 38,
-    ("layernorm_modulate", (1, 4608, 3072)): 38,
-    ("qk_rmsnorm_rope", (1, 4608, 24, 128)): 38,
-    ("joint_qk_rmsnorm_rope", (1, 4608, 24, 128)): 19,
-    ("gelu_tanh_concat", (1, 4608, 3072, 12288)): 38,
+MODELS = {
+    "flux1-dev": "FLUX.1-dev",
+    "flux1-schnell": "FLUX.1-schnell",
+    "ernie-image": "ERNIE-Image",
+    "glm-image": "GLM-Image",
+    "bundled": None,
 }
+BUNDLED = "bundled"
+PROMPT = "a lighthouse on a cliff at dusk, long exposure"
+COMPOSITIONS = ROOT / "tools" / "bundled_model" / "compositions_12.json"
+KEY = ("model", "arm", "prompt", "width", "height")
 
 
-@dataclass(frozen=True)
-class GenerateRow:
-    """One row of generate.json."""
-
-    model: str
-    arm: str
-    prompt: str
-    runs: int
-    wall_s: float
-    denoise_s: float
-    stages: dict[str, float]
-    md5: list[str]  # of the PNG's pixels, one a run
-    psnr_db: float | None  # against the lossless arm; None means equal pixels
-    ssim: float | None
-    peak_memory_mb: float
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="flux1-dev", choices=list(MODELS))
-    parser.add_argument("--arms", default="eager,lossless,high", help="comma list, in this order")
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--prompt", action="append", help="repeat for several prompts")
-    parser.add_argument("--captions", type=Path, help="JSON list of {caption: ...}: more prompts")
-    parser.add_argument("--steps", type=int, help="default: the model's")
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument(
-        "--kernels", type=Path, default=ROOT / "benchmark/results/h200/kernels.json"
-    )
-    parser.add_argument("--json", type=Path, help="merge the rows into this result file")
-    args = parser.parse_args()
-    args.arms = args.arms.split(",")
-    unknown = [arm for arm in args.arms if arm not in ARMS]
-    if unknown:
-        parser.error(f"--arms: got {unknown}, expected names of {list(ARMS)}")
-    if args.runs < 2:
-        parser.error(f"--runs: got {args.runs}, expected at least 2 (the first is dropped)")
-    args.prompts = args.prompt or []
-    if args.captions:
-        args.prompts += [row["caption"] for row in json.loads(args.captions.read_text())]
-    args.prompts = args.prompts or [PROMPT]
+def parse_args(words: list[str] | None = None) -> argparse.Namespace:
+    parser = build_parser()
+    args = parser.parse_args(words)
+    try:
+        check(args)
+    except ValueError as error:
+        parser.error(str(error))
     return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    flag = parser.add_argument
+    flag("--model", default="flux1-dev", help=f"comma list of {', '.join(MODELS)}")
+    flag("--load-format", choices=("dummy", "auto"), help="dummy for all but the bundled model")
+    flag("--arms", default=",".join(ARMS), help="comma list, in this order")
+    flag("--runs", type=int, default=10, help="of each arm; the first is dropped")
+    flag("--eager-runs", type=int, help="of the eager arm; default: --runs")
+    flag("--arm-seconds", type=float, help="an arm starts no further run after so long")
+    flag("--prompt", action="append", help="repeat for several prompts")
+    flag("--captions", type=Path, help="JSON list of {caption: ...}: more prompts")
+    flag("--width", type=int, help="default: the model's, as for the next two")
+    flag("--height", type=int)
+    flag("--steps", type=int)
+    flag("--seed", type=int, default=42)
+    flag("--no-attribution", action="store_true", help="leave its table out")
+    flag("--json", type=Path, help="merge the rows into this result file")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Fill in what follows from other flags. Raises ValueError for what cannot be measured."""
+    args.models, args.arms = names_of(args.model, list(MODELS)), names_of(args.arms, ARMS)
+    args.eager_runs = args.runs if args.eager_runs is None else args.eager_runs
+    for name, runs in (("--runs", args.runs), ("--eager-runs", args.eager_runs)):
+        if runs < 2:
+            raise ValueError(f"{name}: got {runs}, expected at least 2 (the first is dropped)")
+    for model in args.models:
+        if args.load_format not in (None, load_format(model)):
+            expected = f"{load_format(model)} for {model}"
+            raise ValueError(f"--load-format: got {args.load_format}, expected {expected}")
+    args.prompts = (args.prompt or []) + (captions(args.captions) if args.captions else [])
+
+
+def load_format(model: str) -> str:
+    """Random weights for the published models, of which only configs are here."""
+    return "auto" if model == BUNDLED else "dummy"
+
+
+def captions(path: Path) -> list[str]:
+    """The prompts of a JSON list of {caption: ...}."""
+    return [row["caption"] for row in json.loads(path.read_text())]
 
 
 def main() -> int:
     args = parse_args()
-    from results import merge_rows, print_table
+    from environment import package_commit
 
+    if args.json:
+        package_commit()  # fail before the measurements, not after them
+    failed: list[str] = []
+    for model in args.models:
+        bench_model(model, args, failed)
+        free_memory()
+    return exit_code(failed)
+
+
+def bench_model(model: str, args: argparse.Namespace, failed: list[str]) -> None:
+    """Load a model, measure its arms on every prompt, print its tables."""
+    start = time.perf_counter()
+    generator = attempt(model, failed, lambda: load(model))
+    if generator is None:
+        return
+    load_s = time.perf_counter() - start
+    print(f"{model}: loaded in {load_s:.2f} s", flush=True)
+    prompts = args.prompts or (captions(COMPOSITIONS) if model == BUNDLED else [PROMPT])
+    with generator:
+        rows = []
+        for prompt in prompts:
+            bench = PromptBench(generator, model, prompt, load_s, args)
+            rows += bench.measure(failed)
+        if rows:
+            print_rows(rows)
+        if {"eager", "lossless"} <= {row.arm for row in rows} and not args.no_attribution:
+            attempt(f"{model} attribution", failed, lambda: print_attribution(generator, rows))
+
+
+def load(model: str) -> "DiffGenerator":
     from sglang.multimodal_gen import DiffGenerator
 
-    load_format = "auto" if args.model == "bundled" else "dummy"
-    with DiffGenerator.from_pretrained(MODELS[args.model], load_format=load_format) as generator:
-        rows = [row for prompt in args.prompts for row in bench_prompt(generator, prompt, args)]
-    table = [asdict(row) for row in rows]
-    print_table(table, omit=("stages", "prompt", "md5"))
-    print_similarity(rows)
-    print_attribution(rows, args)
-    if args.json:
-        merge_rows(args.json, table, key=("model", "arm", "prompt"))
-    return 0
+    return DiffGenerator.from_pretrained(MODELS[model], load_format=load_format(model))
 
 
-def bench_prompt(
-    generator: "DiffGenerator", prompt: str, args: argparse.Namespace
-) -> Iterator[GenerateRow]:
-    """The arms of one prompt, then the first arm again."""
-    measured = {arm: run_arm(generator, arm, prompt, args, args.runs) for arm in args.arms}
-    again = run_arm(generator, args.arms[0], prompt, args, max(2, args.runs // 3))
-    first = statistics.median(r.generation_time for r in measured[args.arms[0]][1:])
-    drift = statistics.median(r.generation_time for r in again[1:]) / first - 1
-    print(f"A/B/A: {args.arms[0]} again is {100 * drift:+.2f} % off", flush=True)
-    lossless = measured.get("lossless")
-    for arm, results in measured.items():
-        yield make_row(args.model, arm, prompt, results, lossless)
+@dataclass
+class PromptBench:
+    """The arms of one prompt, one after another, then the first again."""
+
+    generator: "DiffGenerator"
+    model: str
+    prompt: str
+    load_s: float
+    args: argparse.Namespace
+
+    def measure(self, failed: list[str]) -> list[GenerateRow]:
+        """The rows of all arms that ran; written after every arm where a file is asked for."""
+        args, measured, rows = self.args, {}, []
+        for arm in args.arms:
+            runs = args.eager_runs if arm == "eager" else args.runs
+            results = attempt(f"{self.model} {arm}", failed, partial(self.run_arm, arm, runs))
+            if results is not None:
+                measured[arm] = results
+                rows = self.write(measured, None)
+        first = next(iter(measured), None)
+        if first is not None and len(measured) > 1:
+            again = attempt(f"{self.model} {first} again", failed, lambda: self.run_again(first))
+            if again is not None:
+                rows = self.write(measured, drift_pct(measured[first], again))
+        return rows
+
+    def write(
+        self, measured: dict[str, list["GenerationResult"]], drift: float | None
+    ) -> list[GenerateRow]:
+        """The rows of what was measured so far, merged into the result file."""
+        rows = make_rows(self.model, self.prompt, self.load_s, measured, drift)
+        if self.args.json:
+            from results import merge_rows
+
+            merge_rows(self.args.json, [asdict(row) for row in rows], key=KEY)
+        return rows
+
+    def run_again(self, arm: str) -> list["GenerationResult"]:
+        """A third of the runs of the first arm."""
+        runs = self.args.eager_runs if arm == "eager" else self.args.runs
+        return self.run_arm(arm, max(2, runs // 3))
+
+    def run_arm(self, arm: str, runs: int) -> list["GenerationResult"]:
+        """`runs` pictures of one arm, one after another; two at least, fewer when time is up."""
+        from sglang.kernels.ops.diffusion.bitexact_gate import fast_paths
+
+        quality = "high" if arm == "high" else "lossless"
+        start, results = time.perf_counter(), []
+        with fast_paths(arm != "eager"):
+            while len(results) < runs and (len(results) < 2 or not self._time_is_up(start)):
+                results.append(self.generate(quality, self.args.steps))
+        denoise = [f"{r.report['stage_seconds']['DenoisingStage']:.3f}" for r in results]
+        print(f"{self.model} {arm}: denoise {', '.join(denoise)} s", flush=True)
+        return results
+
+    def generate(self, quality: str, steps: int | None) -> "GenerationResult":
+        """One picture of the prompt."""
+        args = self.args
+        return self.generator.generate(
+            prompt=self.prompt,
+            seed=args.seed,
+            width=args.width,
+            height=args.height,
+            num_inference_steps=steps,
+            quality=quality,
+            return_frames=True,
+        )
+
+    def _time_is_up(self, start: float) -> bool:
+        limit = self.args.arm_seconds
+        return limit is not None and time.perf_counter() - start > limit
 
 
-def run_arm(
-    generator: "DiffGenerator", arm: str, prompt: str, args: argparse.Namespace, runs: int
-) -> list["GenerationResult"]:
-    """`runs` pictures of one arm, one after another."""
-    from sglang.kernels.ops.diffusion.bitexact_gate import fast_paths
+def print_attribution(generator: "DiffGenerator", rows: list[GenerateRow]) -> None:
+    """Microbenchmark savings times calls, beside the measured end-to-end difference."""
+    import torch
+    from attribution import site_savings, table_rows
+    from tables import markdown
 
-    quality = "high" if arm == "high" else "lossless"
-    asked = dict(prompt=prompt, seed=args.seed, num_inference_steps=args.steps, quality=quality)
-    with fast_paths(arm != "eager"):
-        results = [generator.generate(**asked, return_frames=True) for _ in range(runs)]
-    denoise = [f"{r.report['stage_seconds']['DenoisingStage']:.3f}" for r in results]
-    print(f"{args.model} {arm}: denoise {', '.join(denoise)} s", flush=True)
-    return results
-
-
-def make_row(
-    model: str,
-    arm: str,
-    prompt: str,
-    results: list["GenerationResult"],
-    lossless: list["GenerationResult"] | None,
-) -> GenerateRow:
-    """Medians over all runs but the first."""
-    counted = [r.report["stage_seconds"] for r in results[1:]]
-    stages = {name: statistics.median(s[name] for s in counted) for name in counted[0]}
-    psnr, ssim = similarity(results[0].frames, lossless[0].frames) if lossless else (None, None)
-    return GenerateRow(
-        model=model,
-        arm=arm,
-        prompt=prompt,
-        runs=len(results),
-        wall_s=statistics.median(r.generation_time for r in results[1:]),
-        denoise_s=stages["DenoisingStage"],
-        stages=stages,
-        md5=[hashlib.md5(r.frames.tobytes()).hexdigest() for r in results],
-        psnr_db=psnr,
-        ssim=ssim,
-        peak_memory_mb=max(r.peak_memory_mb for r in results),
-    )
-
-
-def similarity(image: "np.ndarray", reference: "np.ndarray") -> tuple[float | None, float]:
-    """PSNR in dB (None for equal pixels) and SSIM of two uint8 [H, W, 3] pictures."""
-    import numpy as np
-    from skimage.metrics import peak_signal_noise_ratio, structural_similarity
-
-    ssim = float(structural_similarity(reference, image, channel_axis=2))
-    if np.array_equal(image, reference):
-        return None, ssim
-    return float(peak_signal_noise_ratio(reference, image)), ssim
-
-
-def print_similarity(rows: list[GenerateRow]) -> None:
-    """Mean PSNR and SSIM of the high tier over all prompts; equal pictures have no PSNR."""
-    high = [row for row in rows if row.arm == "high" and row.ssim is not None]
-    finite = [row.psnr_db for row in high if row.psnr_db is not None]
-    if high:
-        ssim = statistics.mean(row.ssim for row in high)
-        psnr = f"{statistics.mean(finite):.2f} dB" if finite else "-"
-        equal = len(high) - len(finite)
-        print(f"high vs lossless: PSNR {psnr} over {len(finite)}, {equal} equal, SSIM {ssim:.4f}")
-
-
-def print_attribution(rows: list[GenerateRow], args: argparse.Namespace) -> None:
-    """Microbenchmark savings times site counts, beside the measured end-to-end difference."""
-    arms = {row.arm: row for row in rows}
-    if not {"eager", "lossless"} <= arms.keys() or args.model != "flux1-dev":
+    if not torch.cuda.is_available():
+        print("no attribution: it times kernels, and torch sees no GPU")
         return
-    if not args.kernels.exists():
-        print(f"no attribution: {args.kernels} does not exist; run benchmark/run_kernels.py first")
-        return
-    steps = args.steps or 50
-    saved = dict(attributed_seconds(json.loads(args.kernels.read_text())["rows"], steps))
-    for name, seconds in saved.items():
-        print(f"{name:55} {seconds:8.3f} s")
-    measured = arms["eager"].denoise_s - arms["lossless"].denoise_s
-    print(
-        f"attributed {sum(saved.values()):.3f} s, measured {measured:.3f} s of denoise time saved"
+    arms = {row.arm: row for row in rows if row.prompt == rows[0].prompt}
+    row = arms["lossless"]
+    asked = dict(prompt=row.prompt, width=row.width, height=row.height)
+    savings = site_savings(
+        lambda steps: generator.generate(**asked, num_inference_steps=steps), row.steps
     )
-
-
-def attributed_seconds(kernels: list[dict[str, Any]], steps: int) -> Iterator[tuple[str, float]]:
-    """(op and shape, seconds saved in all steps) of each site kind found in kernels.json."""
-    for row in kernels:
-        sites = FLUX_SITES.get((row["op"], tuple(row["shape"])))
-        if sites and row["dtype"] == "bfloat16":
-            saved_us = row["eager_us"] - row["fused_us"]
-            yield f"{row['op']} {row['shape']} x {sites}", steps * sites * saved_us / 1e6
+    columns = ["site", "shape", "calls", "eager us", "fused us", "saves s"]
+    print(markdown(columns, table_rows(savings)))
+    attributed = sum(saving.seconds for saving in savings)
+    measured = arms["eager"].denoise_s - row.denoise_s
+    print(f"attributed {attributed:.3f} s, measured {measured:.3f} s of denoise time saved")
 
 
 if __name__ == "__main__":

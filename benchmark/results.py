@@ -6,31 +6,34 @@ from pathlib import Path
 from typing import Any
 
 from environment import write_result_file
+from tables import markdown
 
 Row = dict[str, Any]
 
 
-def merge_rows(path: Path, rows: Sequence[Row], key: Sequence[str]) -> None:
+def merge_rows(path: Path, rows: Sequence[Row], key: Sequence[str], num_gpus: int = 1) -> None:
     """Write `rows` into a result file under a fresh header.
 
-    Rows already there stay unless a new one has the same values under `key`.
+    Rows already there stay unless a new one has the same values under `key`; a row that an older
+    version wrote without one of these fields is replaced by a new row with the others.
     """
     old = json.loads(path.read_text())["rows"] if path.exists() else []
-    merged = {tuple(row[k] for k in key): row for row in [*old, *rows]}
-    write_result_file(path, {"rows": list(merged.values())}, num_gpus=1)
+    kept = [row for row in old if not any(same_key(row, new, key) for new in rows)]
+    write_result_file(path, {"rows": [*kept, *rows]}, num_gpus=num_gpus)
+
+
+def same_key(old: Row, new: Row, key: Sequence[str]) -> bool:
+    """Whether two rows agree in the fields `key`; one that `old` lacks fits anything."""
+    return all(old.get(name, new[name]) == new[name] for name in key)
 
 
 def print_table(rows: Sequence[Row], omit: Sequence[str] = ()) -> None:
     """Print rows as a table of their common columns; floats with three digits."""
-    from rich.console import Console
-    from rich.table import Table
-
     columns = [name for name in rows[0] if name not in omit]
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*(_cell(row[name]) for name in columns))
-    Console(width=160).print(table)
+    print(markdown(columns, ([_cell(row[name]) for name in columns] for row in rows)), flush=True)
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
