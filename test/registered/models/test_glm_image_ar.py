@@ -10,12 +10,15 @@ from transformers import GenerationConfig
 from sglang.kernels.ops.diffusion.bitexact_gate import fast_paths, tensors_equal
 from sglang.multimodal_gen.runtime.models.glm_image_ar import (
     GLM_AR_GRAPH,
+    GLM_AR_KERNELS,
     GlmImageDecoder,
-    SamplingRule,
     _probe,
+    token_positions,
+)
+from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import (
+    SamplingRule,
     choose_token,
     exponential_noise,
-    token_positions,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.tiny_glm import CODEBOOK, glm_ar_model, glm_processor

@@ -14,7 +14,8 @@ heads, Q query heads, E head size, V vocabulary of image tokens.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,65 +24,37 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
 from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate, fast_paths_enabled
+from sglang.kernels.ops.diffusion.triton.gemv import gemv
 from sglang.multimodal_gen.runtime.layers.attention import BACKENDS
+from sglang.multimodal_gen.runtime.models.glm_image_ar_layers import (
+    Rope,
+    TokenCache,
+    fused_step,
+    norm,
+    plain_step,
+    prefill_layer,
+    unfused_reason,
+)
+from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import SamplingRule, choose_token
 
 GLM_AR_GRAPH = BitExactFusionGate("glm_image.ar_cuda_graph", per_signature=True)
+# Counts the pictures whose steps are not fused kernels on a GPU, with the reason.
+GLM_AR_KERNELS = BitExactFusionGate("glm_image.ar_kernels")
 PROVEN_TOKENS = 8  # steps that a graph repeats before it is trusted
 CACHE_STEP = 256  # slots are rounded up to it, so that prompts of like length share shapes
-Rope = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # cos, sin, partner of DecodeState
 Grid = tuple[int, int]  # (rows, columns) of image tokens
 OnToken = Callable[[int], None]  # tokens named so far
 
-# What of a generation_config.json acts here, and what is inert when a length is given.
-_READ = {"do_sample", "temperature", "top_k", "top_p", "eos_token_id"}
-_INERT = {"pad_token_id", "bos_token_id", "max_length", "max_new_tokens", "use_cache"}
-_INERT |= {"transformers_version", "_from_model_config"}
-_NEUTRAL = {"repetition_penalty": 1.0, "typical_p": 1.0, "num_beams": 1, "num_return_sequences": 1}
-
-
-@dataclass(frozen=True)
-class SamplingRule:
-    """How a token is chosen; the defaults are those of `generate` with `do_sample=True`."""
-
-    temperature: float = 1.0
-    top_k: int = 50  # 0: all
-    top_p: float = 1.0
-
-    @classmethod
-    def from_generation_config(cls, config: Any) -> "SamplingRule":
-        """Of a transformers GenerationConfig. Raises ValueError for a setting that would change
-        the tokens and that this loop lacks."""
-        acting = {k: v for k, v in config.to_diff_dict().items() if v not in (None, False)}
-        unknown = sorted(
-            name
-            for name, value in acting.items()
-            if name not in _READ | _INERT and value != _NEUTRAL.get(name)
-        )
-        if unknown:
-            raise ValueError(
-                f"generation_config.json: got {unknown}, which the prior's sampler lacks;"
-                f" expected only {sorted(_READ)}; remove them from the file"
-            )
-        given = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
-        return cls(**{name: value for name, value in given.items() if value is not None})
-
 
 @dataclass
-class DecodeState:
+class DecodeState(TokenCache):
     """Everything a step reads and writes, on the device, at fixed addresses."""
 
-    keys: torch.Tensor  # [layers, 1, K, L, E]; slots not written yet are 0 and masked
-    values: torch.Tensor
-    cos: torch.Tensor  # [T + N, E], 1 where a channel does not turn
-    sin: torch.Tensor  # [T + N, E], signed, 0 where a channel does not turn
-    partner: torch.Tensor  # int64 [E], the channel that each is rotated with
-    columns: torch.Tensor  # int64 [L]: 0, 1, ...
     noise: torch.Tensor | None  # float32 [N, V] exponential draws; None: greedy
     tokens: torch.Tensor  # int64 [N], the answer
     logits: torch.Tensor  # float32 [1, V], of the token named last
-    token: torch.Tensor  # int64 [1, 1], named last
-    slot: torch.Tensor  # int64 [1], where the next key goes
     step: torch.Tensor  # int64 [1], how many tokens are named
+    fused: bool = False  # whether a step is `fused_step`
 
 
 class GlmImageDecoder:
@@ -110,7 +83,7 @@ class GlmImageDecoder:
         prompt_ids int64 [1, T]; noise float32 [N, V] of `exponential_noise` on the same device, or
         None for the likeliest token each time. Returns int64 [N], N the size of all grids.
         """
-        with sdpa_kernel(BACKENDS[self._backend(prompt_ids.device)]):
+        with sdpa(prompt_ids.device):
             state = self.start(prompt_ids, grids, noise)
             on_token(1)
             advance = self._fastest_advance(state)
@@ -130,59 +103,21 @@ class GlmImageDecoder:
         rope = (state.cos[:length], state.sin[:length], state.partner)
         x = self.text.embed_tokens(prompt_ids)
         for layer, keys, values in zip(self.text.layers, state.keys, state.values, strict=True):
-            x = self._prefill_layer(layer, x, rope, keys, values)
-        self._choose(state, x[:, -1:])
+            x = prefill_layer(layer, x, rope, keys, values)
+        self._choose(state, self.lm_head(norm(self.text.norm, x[:, -1:])))
         return state
 
     def advance(self, state: DecodeState) -> None:
         """Name one more token, in place and without synchronising."""
-        cos, sin = (table.index_select(0, state.slot) for table in (state.cos, state.sin))
-        rope = (cos, sin, state.partner)
-        x = self.text.embed_tokens(state.token)
-        bias = torch.where(state.columns <= state.slot, 0.0, -torch.inf).to(x.dtype)
-        for layer, keys, values in zip(self.text.layers, state.keys, state.values, strict=True):
-            x = self._decode_layer(layer, x, rope, keys, values, state.slot, bias)
+        if state.fused:
+            logits = gemv(fused_step(self.text, state), self.lm_head.weight, self.lm_head.bias)
+        else:
+            logits = self.lm_head(plain_step(self.text, state))
         state.slot.add_(1)
-        self._choose(state, x)
+        self._choose(state, logits)
 
-    def _prefill_layer(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        rope: Rope,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        q, k, v = _project(layer, x, rope)
-        length = x.shape[1]
-        keys[:, :, :length] = k
-        values[:, :, :length] = v
-        groups = q.shape[1] // k.shape[1]
-        k, v = (y.repeat_interleave(groups, dim=1) for y in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1)
-        return _finish(layer, x, out)
-
-    def _decode_layer(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        rope: Rope,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        slot: torch.Tensor,
-        bias: torch.Tensor,
-    ) -> torch.Tensor:
-        q, k, v = _project(layer, x, rope)
-        keys.index_copy_(2, slot, k)
-        values.index_copy_(2, slot, v)
-        # The query heads of one key head are rows of one attention: [1, K, Q / K, E].
-        grouped = q.view(1, k.shape[1], -1, q.shape[-1])
-        rows = bias.expand(1, 1, grouped.shape[2], -1)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=rows)
-        return _finish(layer, x, out.reshape(q.shape))
-
-    def _choose(self, state: DecodeState, x: torch.Tensor) -> None:
-        state.logits.copy_(self.lm_head(_norm(self.text.norm, x))[:, -1])
+    def _choose(self, state: DecodeState, logits: torch.Tensor) -> None:
+        state.logits.copy_(logits[:, -1])
         noise = None if state.noise is None else state.noise.index_select(0, state.step)
         token = choose_token(state.logits, self.rule, noise)
         state.tokens.index_copy_(0, state.step, token)
@@ -209,7 +144,7 @@ class GlmImageDecoder:
         def integers(*size: int, value: int = 0) -> torch.Tensor:
             return torch.full(size, value, device=device, dtype=torch.int64)
 
-        return DecodeState(
+        state = DecodeState(
             keys=cache(),
             values=cache(),
             cos=cos,
@@ -223,6 +158,10 @@ class GlmImageDecoder:
             slot=integers(1, value=prompt),
             step=integers(1),
         )
+        reason = unfused_reason(self.text, self.lm_head, state)
+        if reason is not None and device.type == "cuda":
+            GLM_AR_KERNELS.note_eager(reason)
+        return replace(state, fused=reason is None)
 
     def _fastest_advance(self, state: DecodeState) -> Callable[[], None]:
         """`advance` of this state: as a CUDA graph where that gives the same bits."""
@@ -241,10 +180,10 @@ class GlmImageDecoder:
         proven = graphs and GLM_AR_GRAPH.is_verified(signature)
         return graphs[0].replay if proven else eager
 
-    @staticmethod
-    def _backend(device: torch.device) -> str:
-        """The one that takes a mask."""
-        return "efficient" if device.type == "cuda" else "flash"
+
+def sdpa(device: torch.device) -> AbstractContextManager[None]:
+    """The one backend of attention that takes a mask, for the `with` block around the steps."""
+    return sdpa_kernel(BACKENDS["efficient" if device.type == "cuda" else "flash"])
 
 
 def _capture(advance: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -265,38 +204,6 @@ def _probe(state: DecodeState, advance: Callable[[], None], steps: int) -> list[
     for tensor, value in zip(place, saved, strict=True):
         tensor.copy_(value)
     return seen
-
-
-def _project(
-    layer: torch.nn.Module, x: torch.Tensor, rope: Rope
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotated queries [1, Q, S, E], rotated keys and values [1, K, S, E] of x [1, S, D]."""
-    attn = layer.self_attn
-    x = _norm(layer.input_layernorm, x)
-    q, k, v = (
-        projection(x).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
-        for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
-    )
-    return _rotate(q, rope), _rotate(k, rope), v
-
-
-def _finish(layer: torch.nn.Module, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """The rest of a layer after attention; x [1, S, D] is the residual, attended [1, Q, S, E]."""
-    out = layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-    x = x + _norm(layer.post_self_attn_layernorm, out)
-    out = layer.mlp(_norm(layer.post_attention_layernorm, x))
-    return x + _norm(layer.post_mlp_layernorm, out)
-
-
-def _norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """RMSNorm in float32, rounded to the model's dtype before the weight, as the reference."""
-    return norm.weight * F.rms_norm(x, x.shape[-1:], None, norm.variance_epsilon)
-
-
-def _rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotate x [1, H, S, E] in the model's dtype; channels that do not turn stay as they are."""
-    cos, sin, partner = rope
-    return x * cos + x.index_select(-1, partner) * sin
 
 
 def _whole_head(cos: torch.Tensor, sin: torch.Tensor, head_dim: int) -> Rope:
@@ -326,43 +233,3 @@ def token_positions(prompt_tokens: int, grids: Sequence[Grid]) -> torch.Tensor:
         parts.append(start + torch.stack([torch.zeros_like(row), row, column]).flatten(1))
         start += max(rows, columns)
     return torch.cat(parts, dim=1)
-
-
-def exponential_noise(generator: torch.Generator, count: int, vocabulary: int) -> torch.Tensor:
-    """float32 [count, vocabulary] on the generator's device, drawn row by row.
-
-    `torch.multinomial` of one sample is the argmax of probability / noise over such a row, so a
-    seed drawn here on the CPU means the same tokens on every machine.
-    """
-    noise = torch.empty(count, vocabulary, device=generator.device)
-    for row in noise:
-        row.exponential_(generator=generator)
-    return noise
-
-
-def choose_token(
-    logits: torch.Tensor, rule: SamplingRule, noise: torch.Tensor | None
-) -> torch.Tensor:
-    """int64 [1] token of float32 logits [1, V]: the likeliest, or drawn with noise [1, V]."""
-    if noise is None:
-        return logits.argmax(dim=-1)
-    probabilities = torch.softmax(_filter(logits, rule), dim=-1)
-    return (probabilities / noise).argmax(dim=-1)
-
-
-def _filter(logits: torch.Tensor, rule: SamplingRule) -> torch.Tensor:
-    if rule.temperature != 1.0:
-        logits = logits / rule.temperature
-    if rule.top_k:
-        least = torch.topk(logits, min(rule.top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    return _keep_top_p(logits, rule.top_p) if rule.top_p < 1.0 else logits
-
-
-def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    ascending, order = torch.sort(logits)
-    # Two equal rows: a scan of one row alone is not deterministic on CUDA.
-    cumulative = ascending.softmax(dim=-1).expand(2, -1).cumsum(dim=-1)[:1]
-    removed = cumulative <= 1 - top_p
-    removed[:, -1] = False
-    return logits.masked_fill(removed.scatter(1, order, removed), -torch.inf)

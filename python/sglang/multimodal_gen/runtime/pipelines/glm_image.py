@@ -19,7 +19,8 @@ from sglang.multimodal_gen.runtime.models.dits.glm_image import (
     GlmImageParams,
     GlmImageTransformer2DModel,
 )
-from sglang.multimodal_gen.runtime.models.glm_image_ar import GlmImageDecoder, SamplingRule
+from sglang.multimodal_gen.runtime.models.glm_image_ar import GlmImageDecoder
+from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import SamplingRule
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import FlowMatchEulerConfig
 from sglang.multimodal_gen.runtime.pipelines.base import LoadProgress, Pipeline
 from sglang.multimodal_gen.runtime.pipelines.residency import offloads_text_encoders

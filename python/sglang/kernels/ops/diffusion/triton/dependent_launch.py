@@ -9,7 +9,9 @@ reads or writes anything another kernel writes or reads. Then the kernels behave
 stream, because the waits chain: whoever is past its wait knows that all earlier kernels ended.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,8 +19,27 @@ import torch
 MIN_CAPABILITY = (9, 0)
 
 
-@functools.cache
+_wanted = True
+
+
 def launch_options(device: torch.device) -> dict[str, Any]:
     """The launch keywords of a kernel that has the constant `PDL`, on this device."""
-    pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+    if _wanted and device.type == "cuda" and _supported(device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@functools.cache
+def _supported(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+@contextlib.contextmanager
+def dependent_launch(wanted: bool) -> Iterator[None]:
+    """Launch dependently, or not, in a `with` block; process-wide. It never changes a result."""
+    global _wanted
+    previous, _wanted = _wanted, wanted
+    try:
+        yield
+    finally:
+        _wanted = previous

@@ -6,11 +6,8 @@ from typing import Any
 import torch
 
 from sglang.multimodal_gen.configs.validation import rejected
-from sglang.multimodal_gen.runtime.models.glm_image_ar import (
-    GlmImageDecoder,
-    Grid,
-    exponential_noise,
-)
+from sglang.multimodal_gen.runtime.models.glm_image_ar import GlmImageDecoder, Grid
+from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import exponential_noise
 from sglang.multimodal_gen.runtime.pipelines.stages.state import BatchState, ImageState
 
 PIXELS_A_TOKEN = 32  # fixed by the processor

@@ -1,0 +1,82 @@
+"""How GLM-Image's prior chooses a token: `generate`'s rule, with noise that is drawn beforehand.
+
+Shape legend: N tokens to name, V vocabulary of image tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# What of a generation_config.json acts here, and what is inert when a length is given.
+_READ = {"do_sample", "temperature", "top_k", "top_p", "eos_token_id"}
+_INERT = {"pad_token_id", "bos_token_id", "max_length", "max_new_tokens", "use_cache"}
+_INERT |= {"transformers_version", "_from_model_config"}
+_NEUTRAL = {"repetition_penalty": 1.0, "typical_p": 1.0, "num_beams": 1, "num_return_sequences": 1}
+
+
+@dataclass(frozen=True)
+class SamplingRule:
+    """How a token is chosen; the defaults are those of `generate` with `do_sample=True`."""
+
+    temperature: float = 1.0
+    top_k: int = 50  # 0: all
+    top_p: float = 1.0
+
+    @classmethod
+    def from_generation_config(cls, config: Any) -> "SamplingRule":
+        """Of a transformers GenerationConfig. Raises ValueError for a setting that would change
+        the tokens and that this loop lacks."""
+        acting = {k: v for k, v in config.to_diff_dict().items() if v not in (None, False)}
+        unknown = sorted(
+            name
+            for name, value in acting.items()
+            if name not in _READ | _INERT and value != _NEUTRAL.get(name)
+        )
+        if unknown:
+            raise ValueError(
+                f"generation_config.json: got {unknown}, which the prior's sampler lacks;"
+                f" expected only {sorted(_READ)}; remove them from the file"
+            )
+        given = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def exponential_noise(generator: torch.Generator, count: int, vocabulary: int) -> torch.Tensor:
+    """float32 [count, vocabulary] on the generator's device, drawn row by row.
+
+    `torch.multinomial` of one sample is the argmax of probability / noise over such a row, so a
+    seed drawn here on the CPU means the same tokens on every machine.
+    """
+    noise = torch.empty(count, vocabulary, device=generator.device)
+    for row in noise:
+        row.exponential_(generator=generator)
+    return noise
+
+
+def choose_token(
+    logits: torch.Tensor, rule: SamplingRule, noise: torch.Tensor | None
+) -> torch.Tensor:
+    """int64 [1] token of float32 logits [1, V]: the likeliest, or drawn with noise [1, V]."""
+    if noise is None:
+        return logits.argmax(dim=-1)
+    probabilities = torch.softmax(_filter(logits, rule), dim=-1)
+    return (probabilities / noise).argmax(dim=-1)
+
+
+def _filter(logits: torch.Tensor, rule: SamplingRule) -> torch.Tensor:
+    if rule.temperature != 1.0:
+        logits = logits / rule.temperature
+    if rule.top_k:
+        least = torch.topk(logits, min(rule.top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return _keep_top_p(logits, rule.top_p) if rule.top_p < 1.0 else logits
+
+
+def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    ascending, order = torch.sort(logits)
+    # Two equal rows: a scan of one row alone is not deterministic on CUDA.
+    cumulative = ascending.softmax(dim=-1).expand(2, -1).cumsum(dim=-1)[:1]
+    removed = cumulative <= 1 - top_p
+    removed[:, -1] = False
+    return logits.masked_fill(removed.scatter(1, order, removed), -torch.inf)
