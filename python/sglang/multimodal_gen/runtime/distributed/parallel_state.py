@@ -1,7 +1,8 @@
 """Which rank this process is, and the axes along which its collectives run.
 
-Ranks form a grid of cfg x ulysses x tp, tp fastest. A process with no grid is the only rank: then
-nothing here is called while a picture is made. Every collective has the time-out given to `join`.
+Ranks form a grid of cfg x ulysses x tp, tp fastest. A model gets its `ParallelState` when it is
+built; `SINGLE` is the only rank's, whose axes run no collective. Every collective has the time-out
+given to `join`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +28,9 @@ class Axis:
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's `x`, which has the same shape and dtype everywhere."""
-        parts = [
-            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
-        ]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self.group)
         return parts
 
     def all_to_all(self, send: torch.Tensor) -> torch.Tensor:
@@ -43,6 +43,15 @@ class Axis:
         """The sum of every rank's `x`, in place; the same bits on every rank."""
         dist.all_reduce(x, group=self.group)
         return x
+
+    def share_branches(
+        self, run: Callable[[T], torch.Tensor], branches: Sequence[T]
+    ) -> list[torch.Tensor]:
+        """`[run(branch) for branch in branches]`; several branches on several ranks: one each."""
+        if self.size == 1 or len(branches) == 1:
+            return [run(branch) for branch in branches]
+        assert len(branches) == self.size, f"{len(branches)} branches on {self.size} ranks"
+        return self.all_gather(run(branches[self.rank]))
 
 
 @dataclass(frozen=True)
@@ -57,17 +66,11 @@ class ParallelState:
 
 
 SINGLE = ParallelState(0, ParallelLayout(), Axis(), Axis(), Axis())
-_state = SINGLE
-
-
-def current() -> ParallelState:
-    """The state of this process; `SINGLE` unless it joined a grid."""
-    return _state
 
 
 def world_size() -> int:
-    """Ranks that make a picture together. Collectives run in a forward exactly when it is > 1."""
-    return _state.layout.world
+    """Ranks that this process makes pictures with; where it is 1, no forward has collectives."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def join(
@@ -78,7 +81,6 @@ def join(
     Blocks until every rank has come, at most `timeout_s` seconds. Raises RuntimeError where this
     process already runs collectives of its own, and torch's DistError on a time-out.
     """
-    global _state
     if dist.is_initialized():
         raise RuntimeError(
             "num_gpus > 1: torch.distributed is already in use in this process (by another"
@@ -94,29 +96,23 @@ def join(
         device_id=device if on_gpu else None,
     )
     axes = _axes(rank, layout, timedelta(seconds=timeout_s))
-    _state = ParallelState(rank, layout, **axes)
-    return _state
+    return ParallelState(rank, layout, **axes)
+
+
+def broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    """Rank 0's `tensor`, in place, on every rank of the grid."""
+    dist.broadcast(tensor, src=0)
+    return tensor
 
 
 def leave(*, abort: bool = False) -> None:
     """End this process's part in the grid. `abort` gives up collectives that still wait."""
-    global _state
-    _state = SINGLE
     if not dist.is_initialized():
         return
     if abort and dist.get_backend() == "nccl":
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
-
-
-def share_branches(run: Callable[[T], torch.Tensor], branches: Sequence[T]) -> list[torch.Tensor]:
-    """`[run(branch) for branch in branches]`; with CFG-parallel each rank runs one of the two."""
-    cfg = _state.cfg
-    if cfg.size == 1 or len(branches) == 1:
-        return [run(branch) for branch in branches]
-    assert len(branches) == cfg.size, f"{len(branches)} branches on {cfg.size} ranks"
-    return cfg.all_gather(run(branches[cfg.rank]))
 
 
 def _axes(rank: int, layout: ParallelLayout, timeout: timedelta) -> dict[str, Axis]:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sglang.multimodal_gen.configs.validation import rejected
-from sglang.multimodal_gen.runtime.distributed import parallel_state
+from sglang.multimodal_gen.runtime.distributed.parallel_state import Axis
 from sglang.multimodal_gen.runtime.distributed.ulysses import (
     WHOLE,
     UlyssesAttention,
@@ -45,11 +45,10 @@ class AttentionBackend:
         return out.transpose(1, 2).flatten(2, 3)
 
 
-def make_attention(name: str) -> AttentionBackend | UlyssesAttention:
-    """The attention of a model's layers in this process: over cut sequences where ranks share
-    the tokens."""
-    backend, axis = AttentionBackend(name), parallel_state.current().ulysses
-    return backend if axis.size == 1 else UlyssesAttention(backend, axis)
+def make_attention(name: str, ulysses: Axis) -> AttentionBackend | UlyssesAttention:
+    """The attention of a model's layers; over cut sequences where ranks share the tokens."""
+    backend = AttentionBackend(name)
+    return backend if ulysses.size == 1 else UlyssesAttention(backend, ulysses)
 
 
 def resolve_attention_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ import torch
 from sglang.multimodal_gen.configs.json_config import checked_fields
 from sglang.multimodal_gen.configs.model_specs import read_json
 from sglang.multimodal_gen.configs.validation import rejected
+from sglang.multimodal_gen.runtime.distributed.parallel_state import SINGLE, ParallelState
 from sglang.multimodal_gen.runtime.loader import dummy
 from sglang.multimodal_gen.runtime.loader.weights import (
     CheckpointError,
@@ -31,6 +32,7 @@ class ComponentLoader:
     folder: Path
     dummy: bool
     device: torch.device
+    parallel: ParallelState = SINGLE  # which parts of the transformer this rank holds
 
     def weight_bytes(self) -> int:
         """Bytes of all components' safetensors files; 0 where weights are random."""

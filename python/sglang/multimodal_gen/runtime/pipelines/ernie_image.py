@@ -5,7 +5,7 @@ import torch
 from sglang.multimodal_gen.configs.model_specs import ModelSpec
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.layers.attention import (
-    AttentionBackend,
+    make_attention,
     resolve_attention_backend,
 )
 from sglang.multimodal_gen.runtime.layers.layernorm import find_backend
@@ -52,11 +52,8 @@ def build_ernie_image(
     text_device = torch.device("cpu") if offload else device
 
     on_load("transformer", 0, 4)
-    params = params_from_config(ErnieImageParams, loader.config("transformer"))
-    backend = resolve_attention_backend(args.attention_backend, device, dit)
-    transformer = loader.dit(
-        lambda: ErnieImageTransformer2DModel(params, AttentionBackend(backend)), dit
-    )
+    denoising = load_ernie_denoising(loader, spec, args)
+    params = denoising.transformer.params
 
     on_load("text_encoder", 1, 4)
     encoder = loader.transformers_model("text_encoder", Mistral3Model, text_dtype, text_device)
@@ -77,16 +74,28 @@ def build_ernie_image(
 
     latents = PatchedLatentPreparationStage(params.in_channels, spec.size_multiple, dit, device)
     timesteps = StaticTimestepPreparationStage(scheduler, device)
-    denoising = PromptDenoisingStage(transformer, False, device)
     decoding = PatchedDecodingStage(vae, spec.size_multiple)
     waiting = {text.name: (encoder,)} | {stage.name: (stage.enhancer,) for stage in enhancement}
     return Pipeline(
         spec=spec,
-        transformer=transformer,
+        transformer=denoising.transformer,
         stages=(*enhancement, text, latents, timesteps, denoising, decoding),
         device=device,
-        attention_backend=backend,
+        attention_backend=denoising.transformer.attention.name,
         norm_backend=find_backend(device, dit),
         precisions=precisions,
         offloaded=waiting if offload else {},
     )
+
+
+def load_ernie_denoising(
+    loader: ComponentLoader, spec: ModelSpec, args: ServerArgs
+) -> PromptDenoisingStage:
+    """The transformer and its loop: all that a further rank of a picture needs."""
+    device, parallel = loader.device, loader.parallel
+    dit = DTYPES[args.precision("dit", device.type)]
+    params = params_from_config(ErnieImageParams, loader.config("transformer"))
+    backend = resolve_attention_backend(args.attention_backend, device, dit)
+    attention = make_attention(backend, parallel.ulysses)
+    transformer = loader.dit(lambda: ErnieImageTransformer2DModel(params, attention), dit)
+    return PromptDenoisingStage(transformer, False, device, parallel=parallel)

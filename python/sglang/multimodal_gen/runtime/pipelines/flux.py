@@ -6,7 +6,7 @@ from sglang.multimodal_gen.configs.json_config import require_number
 from sglang.multimodal_gen.configs.model_specs import ModelSpec
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.layers.attention import (
-    AttentionBackend,
+    make_attention,
     resolve_attention_backend,
 )
 from sglang.multimodal_gen.runtime.loader.component_loader import (
@@ -45,13 +45,11 @@ def build_flux(
     text_device = torch.device("cpu") if offload else device
 
     on_load("transformer", 0, 4)
-    loader.check_class("transformer", "FluxTransformer2DModel")
     loader.check_class("scheduler", "FlowMatchEulerDiscreteScheduler")
     for name in ("scaling_factor", "shift_factor"):
         require_number(loader.config("vae"), name, "vae/config.json")
-    params = params_from_config(FluxParams, loader.config("transformer"))
-    backend = resolve_attention_backend(args.attention_backend, device, dit)
-    transformer = loader.dit(lambda: FluxTransformer2DModel(params, AttentionBackend(backend)), dit)
+    denoising = load_flux_denoising(loader, spec, args)
+    params = denoising.transformer.params
 
     on_load("text_encoder", 1, 4)
     clip = loader.transformers_model("text_encoder", CLIPTextModel, text_dtype, text_device)
@@ -75,14 +73,27 @@ def build_flux(
     text = TextEncodingStage(clip_tokenizer, clip, t5_tokenizer, t5, device, dit)
     latents = ImageLatentPreparationStage(params.in_channels // 4, vae_scale, dit, device, vae=vae)
     timesteps = StrengthTimestepPreparationStage(scheduler, device)
-    denoising = DenoisingStage(transformer, params.guidance_embeds, device)
     decoding = DecodingStage(vae, vae_scale)
     return Pipeline(
         spec=spec,
-        transformer=transformer,
+        transformer=denoising.transformer,
         stages=(text, latents, timesteps, denoising, decoding),
         device=device,
-        attention_backend=backend,
+        attention_backend=denoising.transformer.attention.name,
         precisions=precisions,
         offloaded={text.name: (clip, t5)} if offload else {},
     )
+
+
+def load_flux_denoising(
+    loader: ComponentLoader, spec: ModelSpec, args: ServerArgs
+) -> DenoisingStage:
+    """The transformer and its loop: all that a further rank of a picture needs."""
+    device, parallel = loader.device, loader.parallel
+    dit = DTYPES[args.precision("dit", device.type)]
+    loader.check_class("transformer", "FluxTransformer2DModel")
+    params = params_from_config(FluxParams, loader.config("transformer"))
+    backend = resolve_attention_backend(args.attention_backend, device, dit)
+    attention = make_attention(backend, parallel.ulysses)
+    transformer = loader.dit(lambda: FluxTransformer2DModel(params, attention, parallel.tp), dit)
+    return DenoisingStage(transformer, params.guidance_embeds, device, parallel=parallel)

@@ -5,7 +5,7 @@ import torch
 from sglang.multimodal_gen.configs.model_specs import ModelSpec
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.layers.attention import (
-    AttentionBackend,
+    make_attention,
     resolve_attention_backend,
 )
 from sglang.multimodal_gen.runtime.loader.component_loader import (
@@ -57,12 +57,8 @@ def build_glm_image(
     text_device = torch.device("cpu") if offload else device
 
     on_load("transformer", 0, 4)
-    params = params_from_config(GlmImageParams, loader.config("transformer"))
-    vae_scale = _vae_scale(spec, params)
-    backend = resolve_attention_backend(args.attention_backend, device, dit)
-    transformer = loader.dit(
-        lambda: GlmImageTransformer2DModel(params, AttentionBackend(backend)), dit
-    )
+    denoising = load_glm_denoising(loader, spec, args)
+    params, vae_scale = denoising.transformer.params, denoising.vae_scale
 
     on_load("vision_language_encoder", 1, 4)
     ar = loader.transformers_model(
@@ -82,15 +78,30 @@ def build_glm_image(
     glyphs = GlyphEncodingStage(tokenizer, t5, device, dit)
     latents = GlmLatentPreparationStage(params.in_channels, vae_scale, dit, device)
     timesteps = GlmTimestepPreparationStage(scheduler, device)
-    denoising = GlmDenoisingStage(transformer, False, device, dtype=dit, vae_scale=vae_scale)
     return Pipeline(
         spec=spec,
-        transformer=transformer,
+        transformer=denoising.transformer,
         stages=(prior, glyphs, latents, timesteps, denoising, GlmDecodingStage(vae, vae_scale)),
         device=device,
-        attention_backend=backend,
+        attention_backend=denoising.transformer.attention.name,
         precisions=precisions,
         offloaded={prior.name: (ar,), glyphs.name: (t5,)} if offload else {},
+    )
+
+
+def load_glm_denoising(
+    loader: ComponentLoader, spec: ModelSpec, args: ServerArgs
+) -> GlmDenoisingStage:
+    """The transformer and its loop: all that a further rank of a picture needs."""
+    device, parallel = loader.device, loader.parallel
+    dit = DTYPES[args.precision("dit", device.type)]
+    params = params_from_config(GlmImageParams, loader.config("transformer"))
+    vae_scale = _vae_scale(spec, params)
+    backend = resolve_attention_backend(args.attention_backend, device, dit)
+    attention = make_attention(backend, parallel.ulysses)
+    transformer = loader.dit(lambda: GlmImageTransformer2DModel(params, attention), dit)
+    return GlmDenoisingStage(
+        transformer, False, device, parallel=parallel, dtype=dit, vae_scale=vae_scale
     )
 
 
