@@ -14,6 +14,7 @@ import torch  # noqa: E402
 
 from sglang.kernels.ops.diffusion.fused_linear_gelu import fused_linear_gelu_tanh  # noqa: E402
 from sglang.kernels.ops.diffusion.fused_ln_modulate import fused_ln_modulate  # noqa: E402
+from sglang.kernels.ops.diffusion.gelu_mul import gelu_mul_cuda  # noqa: E402
 from sglang.kernels.ops.diffusion.gelu_tanh_concat import gelu_tanh_concat_cuda  # noqa: E402
 from sglang.kernels.ops.diffusion.modulate_scale_shift import (  # noqa: E402
     modulate_scale_shift_cuda,
@@ -23,9 +24,15 @@ from sglang.kernels.ops.diffusion.triton.layernorm_modulate import (  # noqa: E4
     fused_layernorm_modulate,
     fused_qk_head_layernorm,
 )
+from sglang.kernels.ops.diffusion.triton.qk_layernorm_rope import (  # noqa: E402
+    fused_qk_layernorm_rope,
+)
 from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rope import (  # noqa: E402
     fused_joint_qk_rmsnorm_rope,
     fused_qk_rmsnorm_rope,
+)
+from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rotate_half import (  # noqa: E402
+    fused_qk_rmsnorm_rotate_half,
 )
 from sglang.kernels.ops.diffusion.triton.rmsnorm_scale_shift_bitexact import (  # noqa: E402
     fused_rmsnorm_scale_shift_bitexact,
@@ -48,16 +55,24 @@ def main() -> None:
     q, k = normal(2, ROWS, HEADS, HEAD_DIM), normal(2, ROWS, HEADS, HEAD_DIM)
     head_weight = normal(HEAD_DIM)
     cos, sin = torch.randn(2, 2 * ROWS, HEAD_DIM, device="cuda")
+    table = normal(ROWS, 1, HEAD_DIM)
     calls = {
         "residual_gate_add": lambda: residual_gate_add_cuda(x, update, gate[:, None]),
         "modulate_scale_shift": lambda: modulate_scale_shift_cuda(x, scale, shift),
         "gelu_tanh_concat": lambda: gelu_tanh_concat_cuda(x, normal(1, ROWS, 2 * HIDDEN)),
+        "gelu_mul": lambda: gelu_mul_cuda(*normal(1, ROWS, 2 * HIDDEN).chunk(2, dim=-1)),
         "fused_linear_gelu": lambda: fused_linear_gelu_tanh(x, weight, bias),
         "fused_ln_modulate": lambda: fused_ln_modulate(x, scale, shift, EPS),
         "layernorm_modulate": lambda: fused_layernorm_modulate(x, scale, shift, EPS),
         "qk_head_layernorm": lambda: fused_qk_head_layernorm(q, k, EPS),
         "qk_rmsnorm_rope": lambda: fused_qk_rmsnorm_rope(
             q, k, head_weight, head_weight, cos[:ROWS], sin[:ROWS], EPS
+        ),
+        "qk_rmsnorm_rotate_half": lambda: fused_qk_rmsnorm_rotate_half(
+            q, k, head_weight, head_weight, table, table, EPS
+        ),
+        "qk_layernorm_rope": lambda: fused_qk_layernorm_rope(
+            q, k, cos[: ROWS - 17], sin[: ROWS - 17], 17, EPS
         ),
         "joint_qk_rmsnorm_rope": lambda: fused_joint_qk_rmsnorm_rope(
             q, k, q, k, *[head_weight] * 4, cos, sin, EPS

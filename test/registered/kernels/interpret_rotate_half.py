@@ -5,7 +5,6 @@
 
 import numpy as np
 import torch
-import triton.language as tl
 from interpret_layernorm import (
     EPS,
     elementwise,
@@ -83,8 +82,8 @@ def main() -> None:
     torch.manual_seed(0)
     replace_arithmetic(kernels, rms_sum, welford)
     kernels.rotate_rounded, kernels.round_to = rotate_rounded, round_to
-    cases = [(rms, *shape) for rms in (True, False)
-             for shape in [(1, 3, 3, 128), (2, 2, 4, 64), (1, 2, 5, 32), (1, 2, 1, 16)]]  # fmt: skip
+    shapes = [(1, 3, 3, 128), (2, 2, 4, 64), (1, 2, 5, 32), (1, 2, 1, 16)]
+    cases = [(rms, *shape) for rms in (True, False) for shape in shapes]
     for rms, batch, tokens, heads, head_dim in cases:
         check(rms, batch, tokens, heads, head_dim, 0)
         if not rms:

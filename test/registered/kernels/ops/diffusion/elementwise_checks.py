@@ -59,3 +59,37 @@ def assert_same_bits(actual, expected):
             f"{len(wrong)} of {expected.numel()} values differ, first at {first}: "
             f"{float(actual.flatten()[first])!r} for {float(expected.flatten()[first])!r}"
         )
+
+
+def every_value(dtype):
+    """All 65536 values, as [1, 64, 1024]."""
+    bits = torch.arange(-(2**15), 2**15, device="cuda", dtype=torch.int32).to(torch.int16)
+    return bits.view(dtype).view(1, 64, 1024)
+
+
+def check_replays(fused, reference, cases):
+    """A graph captured on the first case gives the others' bits when they are copied into it."""
+    static, *others = cases
+    fused(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fused(*static)
+    for fresh in others:
+        for tensor, value in zip(static, fresh, strict=True):
+            tensor.copy_(value)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(out, reference(*fresh))
+
+
+def check_two_streams(fused, reference, cases):
+    """Calls that run at the same time do not disturb each other."""
+    streams, outs = [torch.cuda.Stream() for _ in cases], []
+    torch.cuda.synchronize()
+    for _ in range(8):
+        for stream, case in zip(streams, cases, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append(fused(*case))
+    torch.cuda.synchronize()
+    for i, out in enumerate(outs):
+        assert_same_bits(out, reference(*cases[i % len(cases)]))

@@ -6,6 +6,9 @@ from elementwise_checks import (
     ROWS,
     OnGpu,
     assert_same_bits,
+    check_replays,
+    check_two_streams,
+    every_value,
     on_gpu,
     poison,
     random_bits,
@@ -47,12 +50,6 @@ def check_rejected(attn, mlp):
     with pytest.raises(ValueError, match="gelu_tanh_concat_cuda got attn "):
         gelu_tanh_concat_cuda(attn, mlp)
     assert torch.equal(gelu_tanh_concat(attn, mlp), gelu_tanh_concat_reference(attn, mlp))
-
-
-def every_value(dtype):
-    """All 65536 values, as [1, 64, 1024]."""
-    bits = torch.arange(-(2**15), 2**15, device="cuda", dtype=torch.int32).to(torch.int16)
-    return bits.view(dtype).view(1, 64, 1024)
 
 
 # --- without a GPU ---
@@ -234,30 +231,11 @@ def test_fullgraph_compile(function, fresh_inductor):
 
 @pytest.mark.cuda
 def test_graph_capture_and_replay():
-    static = inputs(1, 512, 3072, 12288)
-    gelu_tanh_concat_cuda(*static)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = gelu_tanh_concat_cuda(*static)
-    for seed in (1, 2):
-        fresh = inputs(1, 512, 3072, 12288, seed=seed)
-        for tensor, value in zip(static, fresh, strict=True):
-            tensor.copy_(value)
-        out.fill_(float("nan"))
-        graph.replay()
-        assert_same_bits(out, gelu_tanh_concat_reference(*fresh))
+    cases = [inputs(1, 512, 3072, 12288, seed=seed) for seed in range(3)]
+    check_replays(gelu_tanh_concat_cuda, gelu_tanh_concat_reference, cases)
 
 
 @pytest.mark.cuda
 def test_two_streams():
-    streams = [torch.cuda.Stream() for _ in range(2)]
     cases = [inputs(1, 4096, 3072, 12288, seed=seed) for seed in range(2)]
-    torch.cuda.synchronize()
-    outs = []
-    for _ in range(8):
-        for stream, case in zip(streams, cases, strict=True):
-            with torch.cuda.stream(stream):
-                outs.append(gelu_tanh_concat_cuda(*case))
-    torch.cuda.synchronize()
-    for i, out in enumerate(outs):
-        assert_same_bits(out, gelu_tanh_concat_reference(*cases[i % 2]))
+    check_two_streams(gelu_tanh_concat_cuda, gelu_tanh_concat_reference, cases)

@@ -2,6 +2,16 @@ import pytest
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
 from elementwise_checks import poison, random_bits
+from head_checks import (
+    BF16,
+    FP16,
+    STRIDED_VIEWS,
+    assert_same,
+    check_replays,
+    check_two_streams,
+    far_apart,
+    stream,
+)
 from rms_models import aten_sum_of_squares, flashinfer_sum_of_squares
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,7 +30,6 @@ register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 register_cuda_ci(est_time=50, stage="base-b-kernel-unit", runner_config="1-gpu-large")
 
 EPS = 1e-6
-BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @pytest.fixture(autouse=True)
@@ -33,33 +42,6 @@ def tables(tokens, head_dim, device="cuda"):
     angles = torch.linspace(0, 700, tokens * head_dim // 2, dtype=torch.float64, device=device)
     angles = angles.view(tokens, -1).repeat_interleave(2, dim=1)
     return angles.cos().float(), angles.sin().float()
-
-
-def stream(batch, tokens, heads, head_dim, dtype=BF16, device="cuda", seed=0, chunks=1):
-    """q, k, q_weight, k_weight; `chunks` > 1: q and k are views of a packed GEMM output."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-    width = heads * head_dim
-    if chunks == 1:
-        q, k = normal(batch, tokens, width), normal(batch, tokens, width)
-    else:
-        q, k = normal(batch, tokens, chunks * width).chunk(chunks, dim=-1)[-2:]
-    q, k = (x.unflatten(-1, (heads, head_dim)) for x in (q, k))
-    return q, k, 1 + 0.5 * normal(head_dim), 1 + 0.5 * normal(head_dim)
-
-
-def assert_same(actual, expected):
-    """Every bit equal, NaN payloads aside."""
-    for got, want in zip(actual, expected, strict=True):
-        assert got.is_contiguous() and got.shape == want.shape and got.dtype == want.dtype
-        assert torch.equal(got.isnan(), want.isnan())
-        wrong = int(
-            (got.nan_to_num(0).view(torch.int16) != want.nan_to_num(0).view(torch.int16)).sum()
-        )
-        assert wrong == 0, f"{wrong} of {want.numel()} values differ"
 
 
 def check(q, k, q_weight, k_weight, eps=EPS):
@@ -209,15 +191,7 @@ def test_views_of_packed_projections(chunks):
 @pytest.mark.cuda
 def test_other_strides():
     q, k, *weights = stream(2, 300, 4, 128)
-    for view in (
-        lambda x: x.transpose(1, 2),
-        lambda x: x[:1].expand(3, -1, -1, -1),
-        lambda x: x[:, :, :1].expand(-1, -1, 4, -1),
-        lambda x: x[:, 3::7],
-        lambda x: x[:, :, 1::2],
-        lambda x: x[..., 64:],
-        lambda x: x[1:, 299:, 3:],
-    ):
+    for view in STRIDED_VIEWS:
         views = view(q), view(k)
         check(*views, *(w[: views[0].shape[-1]] for w in weights))
 
@@ -292,9 +266,7 @@ def test_joint(shape, dtype):
 
 @pytest.mark.cuda
 def test_offsets_past_2_31_elements():
-    buffer = torch.empty(2**31 + 2**20, dtype=BF16, device="cuda")
-    q = buffer.as_strided((1, 2, 3, 128), (8, 2**31, 128, 1))
-    k = buffer.as_strided((1, 2, 3, 128), (8, 2**31, 128, 1), 2**19)
+    q, k = far_apart(1, 2, 3, 128)
     new_q, new_k, *weights = stream(1, 2, 3, 128)
     q.copy_(new_q), k.copy_(new_k)
     check(q, k, *weights)
@@ -313,29 +285,11 @@ def test_fullgraph_compile(fresh_inductor):
 @pytest.mark.cuda
 def test_cuda_graph_replays_on_new_values():
     q, k, *rest = (*stream(1, 300, 24, 128), *tables(300, 128), EPS)
-    fused_qk_rmsnorm_rope(q, k, *rest)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = fused_qk_rmsnorm_rope(q, k, *rest)
-    for seed in (5, 6):
-        new_q, new_k, *_ = stream(1, 300, 24, 128, seed=seed)
-        q.copy_(new_q), k.copy_(new_k)
-        for out in outputs:
-            out.fill_(float("nan"))
-        graph.replay()
-        assert_same(outputs, qk_rmsnorm_rope_reference(q, k, *rest))
+    fresh = [stream(1, 300, 24, 128, seed=seed)[:2] for seed in (5, 6)]
+    check_replays(fused_qk_rmsnorm_rope, qk_rmsnorm_rope_reference, (q, k), rest, fresh)
 
 
 @pytest.mark.cuda
 def test_two_streams_at_once():
     inputs = [(*stream(1, 4096, 24, 128, seed=s), *tables(4096, 128), EPS) for s in (1, 2)]
-    expected = [qk_rmsnorm_rope_reference(*i) for i in inputs]
-    torch.cuda.synchronize()
-    queues, results = [torch.cuda.Stream() for _ in inputs], [None, None]
-    for _ in range(5):
-        for number, (queue, arguments) in enumerate(zip(queues, inputs, strict=True)):
-            with torch.cuda.stream(queue):
-                results[number] = fused_qk_rmsnorm_rope(*arguments)
-    torch.cuda.synchronize()
-    for got, want in zip(results, expected, strict=True):
-        assert_same(got, want)
+    check_two_streams(fused_qk_rmsnorm_rope, qk_rmsnorm_rope_reference, inputs)
