@@ -28,7 +28,9 @@ def same_key(old: Row, new: Row, key: Sequence[str]) -> bool:
 
 
 def print_table(rows: Sequence[Row], omit: Sequence[str] = ()) -> None:
-    """Print rows as a table of their common columns; floats with three digits."""
+    """Print rows, of which all have the fields of the first; floats with three digits."""
+    if not rows:
+        return
     columns = [name for name in rows[0] if name not in omit]
     print(markdown(columns, ([_cell(row[name]) for name in columns] for row in rows)), flush=True)
 

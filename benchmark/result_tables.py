@@ -1,0 +1,229 @@
+"""The blocks of tables that print_results.py writes into the documents, from the result files."""
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tables import family_table, markdown, number
+
+Row = dict[str, Any]
+Content = dict[str, Any]
+MODELS = ("flux1-dev", "flux1-schnell", "ernie-image", "glm-image", "bundled")
+# tokens at 1024x1024: FLUX.1 text, image, joint; ERNIE-Image joint; GLM-Image joint
+SHOWN_TOKENS = ([512], [4096], [4608], [4216], [4360])
+
+
+def results(folder: Path) -> Iterator[str]:
+    """The README's tables: one a result file that exists."""
+    for name, render in RESULTS.items():
+        content = read(folder, name)
+        if content is not None:
+            yield render(content)
+
+
+def families(folder: Path) -> Iterator[str]:
+    """Where a step's milliseconds go: one table a model and size that was profiled."""
+    content = read(folder, "denoise")
+    if content is None:
+        return
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in by_model(content["rows"]):
+        if row.get("family_rates"):
+            groups.setdefault((row["model"], _size(row)), []).append(row)
+    for (model, size), rows in groups.items():
+        command = f"{denoise_command(rows)} --profile"
+        yield f"{_title(content, f'{model}, {size}', command)}\n\n{family_table(rows)}"
+
+
+def quality(folder: Path) -> Iterator[str]:
+    """The high tier against the lossless one on the bundled model, prompt by prompt."""
+    content = read(folder, "generate")
+    rows = [r for r in (content or {"rows": []})["rows"] if r["model"] == "bundled"]
+    rows = [row for row in rows if row["arm"] == "high" and row["ssim"] is not None]
+    if not rows:
+        return
+    cells = [[row["prompt"], _psnr(row), number(row["ssim"], 4)] for row in rows]
+    finite = [row["psnr_db"] for row in rows if row["psnr_db"] is not None]
+    if finite:
+        ssim = statistics.mean(row["ssim"] for row in rows)
+        cells.append(["**mean**", f"**{statistics.mean(finite):.1f}**", f"**{ssim:.4f}**"])
+    title = _title(content, "High against lossless", generate_command(rows))
+    yield f"{title}\n\n{markdown(('prompt', 'PSNR dB', 'SSIM'), cells)}"
+
+
+def render_denoise(content: Content) -> str:
+    rows = by_model(content["rows"])
+    cells = [
+        (
+            row["model"],
+            row["arm"],
+            _size(row),
+            f"{row['ms_per_step']:.1f}",
+            number(row["ratio_to_floor"], 3),
+            number(row["ratio_to_eager"], 3),
+            _against_diffusers(row),
+            _gib(row),
+            str(len(set(row["md5"]))),
+        )
+        for row in rows
+    ]
+    columns = ("model", "arm", "size", "ms/step", "x floor", "x eager")
+    columns += ("latents vs diffusers", "peak GiB", "distinct md5")
+    return f"{_title(content, 'Denoising', denoise_command(rows))}\n\n{markdown(columns, cells)}"
+
+
+def render_generate(content: Content) -> str:
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in by_model(content["rows"]):
+        groups.setdefault((row["model"], row["arm"], _size(row)), []).append(row)
+    cells = [
+        (
+            *names,
+            str(len(rows)),
+            str(rows[0]["runs"]),
+            f"{_median(rows, 'wall_s'):.3f}",
+            f"{_median(rows, 'denoise_s'):.3f}",
+            _prior(rows[0]),
+            number(rows[0].get("first_request_s"), 1),
+            number(rows[0].get("load_s"), 1),
+            _gib(rows[0]),
+            str(max(len(set(row["md5"])) for row in rows)),
+            _similarity(rows),
+        )
+        for names, rows in groups.items()
+    ]
+    columns = (
+        "model",
+        "arm",
+        "size",
+        "prompts",
+        "runs",
+        "wall s",
+        "denoise s",
+        "prior s (tokens/s)",
+    )
+    columns += (
+        "first request s",
+        "load s",
+        "peak GiB",
+        "distinct md5",
+        "PSNR dB / SSIM vs lossless",
+    )
+    command = generate_command([rows[0] for rows in groups.values()])
+    return f"{_title(content, 'Whole images', command)}\n\n{markdown(columns, cells)}"
+
+
+def render_prior(content: Content) -> str:
+    cells = [
+        (row["arm"], str(row["tokens"]), f"{row['ms_per_token']:.3f}") for row in content["rows"]
+    ]
+    title = _title(content, "GLM-Image's prior", "python benchmark/bench_prior.py")
+    return f"{title}\n\n{markdown(('arm', 'tokens', 'ms/token'), cells)}"
+
+
+def render_kernels(content: Content) -> str:
+    cells = [
+        (
+            row["op"],
+            "x".join(map(str, row["shape"])),
+            "yes" if row["equal"] else "no",
+            f"{row['eager_us']:.1f}",
+            f"{row['compile_us']:.1f}",
+            f"{row['fused_us']:.1f}",
+            f"{row['speedup']:.2f}x",
+            number(row["pct_copy"], 0, " %"),
+        )
+        for row in content["rows"]
+        if row["compile_us"] is not None and row["shape"][1:2] in SHOWN_TOKENS  # the file has all
+    ]
+    columns = ("op", "shape", "equal", "eager us", "compile us", "fused us", "speedup", "of copy")
+    title = _title(content, "Kernels", "python benchmark/run_kernels.py")
+    return f"{title}\n\n{markdown(columns, cells)}"
+
+
+def read(folder: Path, name: str) -> Content | None:
+    """A result file, where there is one."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def by_model(rows: Sequence[Row]) -> list[Row]:
+    """Rows in the order of MODELS, then of size; otherwise as they stand."""
+    rank = {name: i for i, name in enumerate(MODELS)}
+    return sorted(rows, key=lambda r: (rank.get(r["model"], len(rank)), -r.get("width", 0)))
+
+
+def denoise_command(rows: Sequence[Row]) -> str:
+    """What measures these rows."""
+    models, arms = _names(rows, "model"), _names(rows, "arm")
+    return f"python benchmark/bench_denoise.py --model {models} --arms {arms}"
+
+
+def generate_command(rows: Sequence[Row]) -> str:
+    """What measures these rows."""
+    return f"python benchmark/bench_generate.py --model {_names(rows, 'model')}"
+
+
+def _names(rows: Sequence[Row], field: str) -> str:
+    return ",".join(dict.fromkeys(row[field] for row in rows))
+
+
+def _title(content: Content, title: str, command: str) -> str:
+    header = content["header"]
+    machine = f"{header['gpu']}, torch {header['torch']}, {header['date'][:10]}"
+    return f"**{title}** ({machine}; `{command}`)"
+
+
+def _size(row: Row) -> str:
+    return f"{row['width']}x{row['height']}" if "width" in row else ""
+
+
+def _gib(row: Row) -> str:
+    peak = row.get("peak_memory_mb")
+    return "" if peak is None else f"{peak / 1024:.1f}"
+
+
+def _against_diffusers(row: Row) -> str:
+    if row["arm"].startswith("diffusers") or row.get("equal_to_diffusers") is None:
+        return ""
+    return "equal" if row["equal_to_diffusers"] else f"{row['psnr_vs_diffusers_db']:.1f} dB"
+
+
+def _prior(row: Row) -> str:
+    if row.get("ar_s") is None:
+        return ""
+    return f"{row['ar_s']:.2f} ({row['ar_tokens_per_s']:.0f})"
+
+
+def _median(rows: Sequence[Row], field: str) -> float:
+    return statistics.median(row[field] for row in rows)
+
+
+def _psnr(row: Row) -> str:
+    return number(row["psnr_db"], 1) or "equal"
+
+
+def _similarity(rows: Sequence[Row]) -> str:
+    """Means over the prompts whose pictures differ from the lossless arm's."""
+    differing = [row for row in rows if row["psnr_db"] is not None]
+    if differing:
+        psnr = statistics.mean(row["psnr_db"] for row in differing)
+        ssim = [row["ssim"] for row in rows if row["ssim"] is not None]
+        return f"{psnr:.1f} / {statistics.mean(ssim):.4f}" if ssim else f"{psnr:.1f}"
+    compared = all(row.get("equal_to_lossless", row["ssim"] is not None) for row in rows)
+    return "equal" if compared else ""
+
+
+RESULTS: dict[str, Callable[[Content], str]] = {
+    "denoise": render_denoise,
+    "generate": render_generate,
+    "prior": render_prior,
+    "kernels": render_kernels,
+}
+BLOCKS: dict[str, Callable[[Path], Iterator[str]]] = {
+    "results": results,
+    "families": families,
+    "quality": quality,
+}
