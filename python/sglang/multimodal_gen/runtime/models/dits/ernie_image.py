@@ -13,14 +13,23 @@ image first, D hidden, H heads, E head size.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate
+from sglang.kernels.ops.diffusion.gelu_mul import (
+    can_use_gelu_mul_cuda,
+    gelu_mul_cuda,
+    gelu_mul_reference,
+)
 from sglang.kernels.ops.diffusion.residual_gate_add import (
     can_use_residual_gate_add_cuda,
     residual_gate_add_cuda,
     residual_gate_add_reference,
+)
+from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rotate_half import (
+    can_use_fused_qk_rmsnorm_rotate_half,
+    fused_qk_rmsnorm_rotate_half,
+    qk_rmsnorm_rotate_half_reference,
 )
 from sglang.kernels.ops.diffusion.triton.rmsnorm_scale_shift_bitexact import (
     can_use_fused_rmsnorm_scale_shift,
@@ -45,6 +54,8 @@ ERNIE_GATED_NORM_SCALE_SHIFT = BitExactFusionGate(
     "ernie.gated_norm_scale_shift", per_signature=True
 )
 ERNIE_RESIDUAL_GATE_ADD = BitExactFusionGate("ernie.residual_gate_add", per_signature=True)
+ERNIE_QK_NORM_ROPE = BitExactFusionGate("ernie.qk_norm_rope", per_signature=True)
+ERNIE_GELU_MUL = BitExactFusionGate("ernie.gelu_mul", per_signature=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +210,7 @@ class ErnieImageAttention(nn.Module):
             proj(x).unflatten(-1, (-1, self.head_size))
             for proj in (self.to_q, self.to_k, self.to_v)
         )
-        q, k = rotate(self.norm_q(q), *rope), rotate(self.norm_k(k), *rope)
+        q, k = _ernie_qk_norm_rope(self.norm_q, self.norm_k, q, k, rope)
         return self.to_out[0](self.attention(q, k, v))
 
 
@@ -213,7 +224,7 @@ class ErnieImageFeedForward(nn.Module):
         self.linear_fc2 = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear_fc2(self.up_proj(x) * F.gelu(self.gate_proj(x)))
+        return self.linear_fc2(_ernie_gelu_mul(self.up_proj(x), self.gate_proj(x)))
 
 
 class ErnieImageFinalNorm(nn.Module):
@@ -241,8 +252,8 @@ def rope_tables(
     """Cosine and sine of the joint sequence, each [J, 1, E] of `dtype`; angles are float32.
 
     An image token stands at (text_tokens, row, column), text token t at (t, 0, 0). Each angle
-    stands twice, side by side, though `rotate` pairs channels half a head apart: it looks wrong and
-    is what the checkpoints were trained with.
+    stands twice, side by side, though the rotation pairs channels half a head apart: it looks wrong
+    and is what the checkpoints were trained with.
     """
     grid = torch.meshgrid(
         torch.full([1], float(text_tokens), device=device),
@@ -259,12 +270,6 @@ def rope_tables(
         axes.append(torch.outer(ids[:, axis], 1.0 / (params.rope_theta**exponents)))
     angles = torch.cat(axes, dim=-1).repeat_interleave(2, dim=-1)[:, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x * cos + (-x2, x1) * sin with x1, x2 the halves of a head. x [B, J, H, E]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 # Fused sites: the fused op where its predicate allows and its gate has proven it, else eager.
@@ -335,6 +340,21 @@ def _ernie_residual_gate_add(
         update,
         gate,
     )
+
+
+def _ernie_qk_norm_rope(
+    norm_q: nn.RMSNorm, norm_k: nn.RMSNorm, q: torch.Tensor, k: torch.Tensor, rope: Rope
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k normalised head by head, then rotated. [B, J, H, E]; one site a block."""
+    args = (q, k, norm_q.weight, norm_k.weight, *rope)
+    fused = fused_qk_rmsnorm_rotate_half if can_use_fused_qk_rmsnorm_rotate_half(*args) else None
+    return run_site(ERNIE_QK_NORM_ROPE, fused, qk_rmsnorm_rotate_half_reference, *args, norm_q.eps)
+
+
+def _ernie_gelu_mul(up: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """up * gelu(gate). [B, J, F], halves of one projection or not; one site a block."""
+    fused = gelu_mul_cuda if can_use_gelu_mul_cuda(up, gate) else None
+    return run_site(ERNIE_GELU_MUL, fused, gelu_mul_reference, up, gate)
 
 
 def _norm_scale_shift(
