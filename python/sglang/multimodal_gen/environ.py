@@ -40,6 +40,13 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
+def _positive(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
+
+
 PROGRESS: EnvironmentVariable[str] = EnvironmentVariable(
     "SGLANG_DIFFUSION_PROGRESS",
     default="auto",  # a bar on a terminal, plain lines otherwise
@@ -52,4 +59,10 @@ API_KEY: EnvironmentVariable[str | None] = EnvironmentVariable(
     parse=str,
     accepted="visible ASCII characters",
 )
-ALL = (PROGRESS, API_KEY)
+COLLECTIVE_TIMEOUT: EnvironmentVariable[float] = EnvironmentVariable(
+    "SGLANG_DIFFUSION_COLLECTIVE_TIMEOUT",  # of a step, where several ranks make a picture
+    default=300.0,
+    parse=_positive,
+    accepted="seconds above 0",
+)
+ALL = (PROGRESS, API_KEY, COLLECTIVE_TIMEOUT)

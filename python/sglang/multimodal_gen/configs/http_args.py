@@ -102,6 +102,9 @@ class HttpArgs:
             key = self.__dataclass_fields__["api_key"].metadata["rule"]
             checked = key.check("api_key", environ.API_KEY.get())
             object.__setattr__(self, "api_key", checked)
+        if self.retention < self.max_images:
+            expected = f"at least max_images={self.max_images}, else an answer's urls are dead"
+            raise rejected("retention", self.retention, expected, "change one of the two")
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> "HttpArgs":

@@ -3,26 +3,24 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
 from sglang.multimodal_gen.runtime.entrypoints import openapi_schema
-from sglang.multimodal_gen.runtime.entrypoints.engine_errors import ENGINE_ERRORS, api_error
-from sglang.multimodal_gen.runtime.entrypoints.http_errors import (
-    ApiError,
-    json_response,
-    to_json,
-)
-from sglang.multimodal_gen.runtime.entrypoints.image_answers import images_response
+from sglang.multimodal_gen.runtime.entrypoints.engine_errors import ENGINE_ERRORS
+from sglang.multimodal_gen.runtime.entrypoints.http_errors import ApiError, json_response
+from sglang.multimodal_gen.runtime.entrypoints.image_answers import image_item, images_response
 from sglang.multimodal_gen.runtime.entrypoints.image_files import OutputError
 from sglang.multimodal_gen.runtime.entrypoints.image_stream import error_event, image_events
-from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import ImageJob, Served, read_job
+from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import ImageJob, read_job
 from sglang.multimodal_gen.runtime.entrypoints.request_body import form_body, json_body
 from sglang.multimodal_gen.runtime.entrypoints.server_context import ServerContext, context_of
 from sglang.multimodal_gen.runtime.managers.request_handle import RequestHandle
 
+T = TypeVar("T")
 router = APIRouter(prefix="/v1/images")
 open_router = APIRouter(prefix="/v1/images")  # no key is asked for
 _ANSWERS = openapi_schema.answers(
@@ -36,7 +34,7 @@ _ANSWERS = openapi_schema.answers(
 async def generations(request: Request) -> Response:
     """Make pictures from text."""
     context = context_of(request)
-    served = _served(context)
+    served = context.served
     body = await json_body(request)
     job = read_job(body, served, context.http_args)
     return await _answer(request, context, job, "image_generation")
@@ -48,7 +46,7 @@ async def generations(request: Request) -> Response:
 async def edits(request: Request) -> Response:
     """Make pictures from text and pictures; 400 where the model cannot."""
     context = context_of(request)
-    served = _served(context)
+    served = context.served
     values, images = await form_body(request)
     job = await context.in_thread(read_job, values, served, context.http_args, images)
     return await _answer(request, context, job, "image_edit")
@@ -87,39 +85,29 @@ async def cancel(request_id: str, request: Request) -> Response:
 async def _answer(request: Request, context: ServerContext, job: ImageJob, kind: str) -> Response:
     if job.options.response_format == "url" and not job.options.stream:
         await _store_call(context, context.store.check_writable)
-    request_id = request.state.request_id
     request.state.asked = job
-    try:
-        handle = context.engine.submit(
-            job.params,
-            request_id=_free_id(context, request_id),
-            previews=job.options.partial_images,
-        )
-    except ENGINE_ERRORS as error:
-        raise api_error(error, context.engine.state.value) from error
+    handle = context.submit(job.params, request.state.request_id, job.options.partial_images)
     if job.options.stream:
-        events = _events(request, context, job, kind, handle)
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+        return _EventStream(_events(request, context, job, kind, handle), handle)
     return await _whole(request, context, job, handle)
 
 
 async def _whole(
     request: Request, context: ServerContext, job: ImageJob, handle: RequestHandle
 ) -> Response:
-    request_id = request.state.request_id
-    with context.tracked(request_id, handle):
-        async with _cancelled_on_disconnect(request.receive, handle):
-            try:
-                reply = await handle.result()
-            except ENGINE_ERRORS as error:
-                raise api_error(error, context.engine.state.value) from error
-
-    def build() -> bytes:
-        base_url = str(request.base_url)
-        return to_json(images_response(reply, job, context.store, base_url, request_id))
-
-    body = await _store_call(context, build)
+    async with _cancelled_on_disconnect(request.receive, handle):
+        try:
+            reply = await handle.result()
+        except ENGINE_ERRORS as error:
+            raise context.api_error(error) from error
+    base_url, store = str(request.base_url), context.store
+    data = await asyncio.gather(
+        *(
+            _store_call(context, image_item, image.pixels, report, job, store, base_url)
+            for image, report in zip(reply.images, reply.reports, strict=True)
+        )
+    )
+    body = await context.in_thread(images_response, data, reply, job, request.state.request_id)
     context.metrics.images.labels(job.params.output_format).inc(len(reply.images))
     headers = {"Server-Timing": f"engine;dur={1e3 * reply.seconds:.2f}"}
     return Response(body, headers=headers, media_type="application/json")
@@ -128,33 +116,35 @@ async def _whole(
 async def _events(
     request: Request, context: ServerContext, job: ImageJob, kind: str, handle: RequestHandle
 ) -> AsyncIterator[bytes]:
-    with context.tracked(request.state.request_id, handle):
-        async with _cancelled_on_disconnect(request.receive, handle):
-            try:
-                async for chunk in image_events(context, job, kind, handle):
-                    yield chunk
-            except ENGINE_ERRORS as error:
-                answer = api_error(error, context.engine.state.value)
-                request.state.error_code = answer.code
-                yield error_event(answer)
+    async with _cancelled_on_disconnect(request.receive, handle):
+        try:
+            async for chunk in image_events(context, job, kind, handle):
+                yield chunk
+        except ENGINE_ERRORS as error:
+            answer = context.api_error(error)
+            request.state.error_code = answer.code
+            yield error_event(answer)
 
 
-def _served(context: ServerContext) -> Served:
+class _EventStream(StreamingResponse):
+    """Server-sent events of one request, which does not outlive them."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], handle: RequestHandle) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(chunks, headers=headers, media_type="text/event-stream")
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream. A client may be gone before its first byte."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._handle.cancel()
+
+
+async def _store_call(context: ServerContext, work: Callable[..., T], *args: object) -> T:
     try:
-        return context.served
-    except ENGINE_ERRORS as error:
-        raise api_error(error, context.engine.state.value) from error
-
-
-def _free_id(context: ServerContext, request_id: str) -> str:
-    """The id for the engine; clients may repeat theirs while it still runs."""
-    count = len(context.active.get(request_id, []))
-    return f"{request_id}#{count}" if count else request_id
-
-
-async def _store_call(context: ServerContext, work: Callable[[], object]) -> object:
-    try:
-        return await context.in_thread(work)
+        return await context.in_thread(work, *args)
     except OutputError as error:
         text = f"{error}; ask for response_format=b64_json, or free the server's image folder"
         raise ApiError(507, text, "image_store_unavailable", retry=False) from error
@@ -174,3 +164,4 @@ async def _cancelled_on_disconnect(receive: Receive, handle: RequestHandle) -> A
         yield
     finally:
         watcher.cancel()
+        handle.cancel()  # also when this server gives up; an ended request does not mind

@@ -10,11 +10,7 @@ from fastapi.responses import HTMLResponse
 
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.entrypoints import openapi_schema
-from sglang.multimodal_gen.runtime.entrypoints.engine_errors import (
-    ENGINE_ERRORS,
-    RESTART_S,
-    api_error,
-)
+from sglang.multimodal_gen.runtime.entrypoints.engine_errors import ENGINE_ERRORS, RESTART_S
 from sglang.multimodal_gen.runtime.entrypoints.http_errors import ApiError, json_response
 from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import SAMPLING_NAMES
 from sglang.multimodal_gen.runtime.entrypoints.server_context import ServerContext, context_of
@@ -52,12 +48,11 @@ async def playground(request: Request) -> Response:
 async def health_generate(request: Request) -> Response:
     """Really make a small picture in one step, through the queue."""
     context = context_of(request)
+    handle = context.submit(_canary(context), request.state.request_id)
     try:
-        handle = context.engine.submit(_canary(context), request_id=request.state.request_id)
-        with context.tracked(request.state.request_id, handle):
-            reply = await handle.result()
+        reply = await handle.result()
     except ENGINE_ERRORS as error:
-        raise api_error(error, context.engine.state.value) from error
+        raise context.api_error(error) from error
     return json_response({"status": "ready", "seconds": round(reply.seconds, 4)})
 
 
@@ -71,10 +66,7 @@ async def models(request: Request) -> Response:
 async def model(name: str, request: Request) -> Response:
     """The model, by a name that requests may give it."""
     context = context_of(request)
-    try:
-        context.served.check_name(name)
-    except ENGINE_ERRORS as error:
-        raise api_error(error, context.engine.state.value) from error
+    context.served.check_name(name)
     return json_response(_model(context))
 
 
@@ -118,7 +110,7 @@ def _defaults(context: ServerContext) -> dict[str, Any] | None:
     """What a request gets for what it leaves out; None while the model is not known."""
     try:
         params = SamplingParams(prompt="").fit(context.served.spec)
-    except ENGINE_ERRORS:
+    except ApiError:
         return None
     names = [name for name in SAMPLING_NAMES if name != "prompt"]
     return {name: getattr(params, name) for name in names}

@@ -5,11 +5,12 @@ These functions block; run them off the event loop.
 
 import base64
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from sglang.multimodal_gen.runtime.entrypoints.http_errors import to_json
 from sglang.multimodal_gen.runtime.entrypoints.image_files import encode_image
 from sglang.multimodal_gen.runtime.entrypoints.image_store import ImageStore
 from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import ImageJob
@@ -33,26 +34,27 @@ def encode(pixels: np.ndarray, job: ImageJob) -> bytes:
     return encode_image(Image.fromarray(pixels), params.output_format, params.output_compression)
 
 
-def images_response(
-    reply: GenerateReply, job: ImageJob, store: ImageStore, base_url: str, request_id: str
+def image_item(
+    pixels: np.ndarray, report: dict[str, Any], job: ImageJob, store: ImageStore, base_url: str
 ) -> dict[str, Any]:
-    """The body of an answer that is not streamed, pictures in prompt order.
+    """One entry of an answer's `data`.
 
     Raises OutputError when a picture that a url shall lead to cannot be kept.
     """
-    data = []
-    for image, report in zip(reply.images, reply.reports, strict=True):
-        file = encode(image.pixels, job)
-        if job.options.response_format == "url":
-            item = {"url": picture_url(base_url, store.keep(file, job.params.output_format))}
-        else:
-            item = {"b64_json": text_of(file)}
-        data.append(item | _about(report))
-    return _head(job, reply.reports[0]) | {
-        "id": request_id,
-        "data": data,
-        "warnings": list(job.warnings),
-    }
+    file = encode(pixels, job)
+    if job.options.response_format == "url":
+        item = {"url": picture_url(base_url, store.keep(file, job.params.output_format))}
+    else:
+        item = {"b64_json": text_of(file)}
+    return item | _about(report)
+
+
+def images_response(
+    data: Sequence[dict[str, Any]], reply: GenerateReply, job: ImageJob, request_id: str
+) -> bytes:
+    """The body of an answer that is not streamed; `data` as from `image_item`, in prompt order."""
+    about = {"id": request_id, "data": data, "warnings": list(job.warnings)}
+    return to_json(_head(job, reply.reports[0]) | about)
 
 
 def completed_event(kind: str, file: bytes, job: ImageJob, report: dict[str, Any]) -> dict:

@@ -84,6 +84,12 @@ def save_image(
 def encode_image(image: "Image", output_format: str, output_compression: int | None) -> bytes:
     """The picture as file bytes; `output_compression` 0..100 is the quality of jpeg and webp."""
     quality = DEFAULT_COMPRESSION if output_compression is None else output_compression
+    if output_format == "png" and image.mode == "RGB":
+        import numpy as np  # 0.1 s, which commands that are refused need not pay
+
+        from sglang.multimodal_gen.runtime.entrypoints.png_file import encode_png
+
+        return encode_png(np.asarray(image))
     options = {} if output_format == "png" else {"quality": quality}
     buffer = io.BytesIO()
     (image if output_format == "png" else image.convert("RGB")).save(

@@ -80,7 +80,7 @@ class ImageStore:
             return None
         try:
             data = (self.folder / name).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         return StoredImage(data, _MEDIA_TYPES[Path(name).suffix])
 

@@ -1,29 +1,32 @@
 """What the routes of one server share."""
 
 import asyncio
+import itertools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 
 from sglang.multimodal_gen.configs.http_args import HttpArgs
 from sglang.multimodal_gen.configs.model_specs import local_model_folder
+from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.entrypoints.engine_errors import ENGINE_ERRORS, api_error
+from sglang.multimodal_gen.runtime.entrypoints.http_errors import ApiError
 from sglang.multimodal_gen.runtime.entrypoints.image_store import ImageStore
 from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import Served
 from sglang.multimodal_gen.runtime.entrypoints.server_metrics import ServerMetrics
 from sglang.multimodal_gen.runtime.managers.engine_client import EngineClient
+from sglang.multimodal_gen.runtime.managers.errors import EngineUnavailable
 from sglang.multimodal_gen.runtime.managers.request_handle import RequestHandle
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 T = TypeVar("T")
-PICTURE_THREADS = 2  # that encode and decode: PIL needs no lock, memory is the limit
+PICTURE_THREADS = min(8, os.cpu_count() or 1)  # that encode and decode: memory is the limit
 BUNDLED_NAME = "bundled"
 
 
@@ -37,14 +40,18 @@ class ServerContext:
     store: ImageStore
     metrics: ServerMetrics
     active: dict[str, list[RequestHandle]] = field(default_factory=dict)  # by the client's id
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)  # the loop keeps no reference
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(PICTURE_THREADS, "sglang-pictures")
     )
 
     @property
     def served(self) -> Served:
-        """The model and its names. Raises EngineUnavailable while nothing is known of it."""
-        return Served(self.engine.spec, self.model_name, self._aliases())
+        """The model and its names. Raises ApiError 503 while nothing is known of it."""
+        try:
+            return Served(self.engine.spec, self.model_name, self._aliases())
+        except EngineUnavailable as error:
+            raise self.api_error(error) from error
 
     @property
     def model_name(self) -> str:
@@ -65,17 +72,39 @@ class ServerContext:
         """Run blocking work, of a picture or the disk, beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
-    @contextmanager
-    def tracked(self, request_id: str, handle: RequestHandle) -> "Iterator[None]":
-        """Inside, the request can be cancelled by its id; on leaving, it is if it still runs."""
-        self.active.setdefault(request_id, []).append(handle)
+    def submit(self, params: SamplingParams, request_id: str, previews: int = 0) -> RequestHandle:
+        """Hand a request to the engine; until it ends, it can be cancelled by its id.
+
+        Several may run under one id. Raises ApiError 429 or 503 when the engine takes none.
+        """
         try:
-            yield
-        finally:
-            handle.cancel()
-            self.active[request_id].remove(handle)
-            if not self.active[request_id]:
-                del self.active[request_id]
+            handle = self.engine.submit(
+                params, request_id=self._engine_id(request_id), previews=previews
+            )
+        except ENGINE_ERRORS as error:
+            raise self.api_error(error) from error
+        self.active.setdefault(request_id, []).append(handle)
+        task = asyncio.create_task(self._forget_when_ended(request_id, handle))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return handle
+
+    def api_error(self, error: Exception) -> ApiError:
+        """The answer to one of ENGINE_ERRORS."""
+        return api_error(error, self.engine.state.value)
+
+    def _engine_id(self, request_id: str) -> str:
+        """The id itself, with a number behind it while another request has it."""
+        taken = {handle.request_id for handle in self.active.get(request_id, [])}
+        candidates = itertools.chain([request_id], (f"{request_id}#{i}" for i in itertools.count()))
+        return next(name for name in candidates if name not in taken)
+
+    async def _forget_when_ended(self, request_id: str, handle: RequestHandle) -> None:
+        with suppress(*ENGINE_ERRORS):  # whoever waits for the result hears of them
+            await handle.result()
+        self.active[request_id].remove(handle)
+        if not self.active[request_id]:
+            del self.active[request_id]
 
     def close(self) -> None:
         """Stop the threads and remove temporary pictures."""

@@ -65,7 +65,9 @@ class _Server(uvicorn.Server):
         """Accept no more, answer what was accepted, end."""
         draining = asyncio.create_task(self._engine.drain(self._drain_s))
         await super().shutdown(sockets)
-        await draining
+        if self.force_exit:  # a second Ctrl-C
+            draining.cancel()
+        await asyncio.wait([draining])
 
 
 async def _announce(context: ServerContext, server: _Server, listener: socket.socket) -> None:

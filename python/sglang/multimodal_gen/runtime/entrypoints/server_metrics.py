@@ -64,6 +64,7 @@ class _EngineCollector(Collector):
         yield _labelled_counter(
             "sglang_stage_seconds", "seconds in each stage", "stage", now.stage_seconds
         )
+        yield _memory(now)
         yield _state(now)
         yield from _sites(now)
 
@@ -72,11 +73,6 @@ def _gauges(now: EngineSnapshot) -> list[tuple[str, str, float]]:
     return [
         ("sglang_queue_depth", "requests that wait", now.queue_depth),
         ("sglang_requests_running", "requests at work", now.running),
-        (
-            "sglang_engine_peak_memory_bytes",
-            "peak memory of the last request: of the GPU, or of the worker on a CPU",
-            now.peak_memory_mb * 2**20,
-        ),
     ]
 
 
@@ -84,6 +80,13 @@ def _labelled_counter(name: str, text: str, label: str, values: dict[str, float]
     family = CounterMetricFamily(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
+    return family
+
+
+def _memory(now: EngineSnapshot) -> Metric:
+    text = "peak memory of the last request: of the GPU, on a CPU of the worker process"
+    family = GaugeMetricFamily("sglang_engine_peak_memory_bytes", text, labels=["device"])
+    family.add_metric([now.device or "none"], now.peak_memory_mb * 2**20)
     return family
 
 
