@@ -22,7 +22,7 @@ register_cuda_ci(est_time=60, stage="base-b-kernel-unit", runner_config="1-gpu-l
 
 PUBLISHED = {"attention_head_dim": 128, "num_attention_heads": 32}
 FULL_WIDTH = PUBLISHED | {"num_layers": 2}
-SITES = (glm_image.GLM_LN_MODULATE, glm_image.GLM_QK_LAYERNORM, glm_image.GLM_RESIDUAL_GATE_ADD)
+SITES = (glm_image.GLM_LN_MODULATE, glm_image.GLM_QK_NORM_ROPE, glm_image.GLM_RESIDUAL_GATE_ADD)
 # x of the digest's shapes and the width of the conditioning vector
 LN_SHAPES = [(1, 4096, 4096), (2, 301, 4096), (1, 1, 2560)]
 QK_SHAPES = [(1, 4360, 32, 128), (2, 37, 3, 40), (1, 129, 5, 64)]
