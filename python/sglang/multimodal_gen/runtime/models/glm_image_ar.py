@@ -15,7 +15,7 @@ heads, Q query heads, E head size, V vocabulary of image tokens.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.nn.attention import sdpa_kernel
 
 from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate, fast_paths_enabled
 from sglang.kernels.ops.diffusion.triton.gemv import gemv
+from sglang.kernels.ops.diffusion.triton.sample_token import can_use_sample_token, sample_token
 from sglang.multimodal_gen.runtime.layers.attention import BACKENDS
 from sglang.multimodal_gen.runtime.models.glm_image_ar_layers import (
     Rope,
@@ -41,8 +42,10 @@ GLM_AR_GRAPH = BitExactFusionGate("glm_image.ar_cuda_graph", per_signature=True)
 # Counts the pictures whose steps are not fused kernels on a GPU, with the reason.
 GLM_AR_KERNELS = BitExactFusionGate("glm_image.ar_kernels")
 PROVEN_TOKENS = 8  # steps that a graph repeats before it is trusted
+QUEUED_TOKENS = 32  # a batch of steps that the host queues ahead
 CACHE_STEP = 256  # slots are rounded up to it, so that prompts of like length share shapes
 Grid = tuple[int, int]  # (rows, columns) of image tokens
+Source = tuple[int, Grid]  # an image within a prompt: its first token's index, its grid
 OnToken = Callable[[int], None]  # tokens named so far
 
 
@@ -77,28 +80,36 @@ class GlmImageDecoder:
         grids: Sequence[Grid],
         noise: torch.Tensor | None,
         on_token: OnToken = lambda count: None,
+        sources: Sequence[Source] = (),
     ) -> torch.Tensor:
         """The tokens of all grids, the first grid first.
 
-        prompt_ids int64 [1, T]; noise float32 [N, V] of `exponential_noise` on the same device, or
-        None for the likeliest token each time. Returns int64 [N], N the size of all grids.
+        prompt_ids int64 [1, T], with the tokens of the images that it has at `sources`; noise
+        float32 [N, V] of `exponential_noise` on the same device, or None for the likeliest token
+        each time. Returns int64 [N], N the size of all grids.
         """
         with sdpa(prompt_ids.device):
-            state = self.start(prompt_ids, grids, noise)
+            state = self.start(prompt_ids, grids, noise, sources)
             on_token(1)
             advance = self._fastest_advance(state)
+            queue = _Queue(prompt_ids.is_cuda)
             for count in range(2, len(state.tokens) + 1):
                 advance()
+                queue.keep_short(count)
                 on_token(count)
         if prompt_ids.is_cuda:
             torch.cuda.synchronize()  # a graph must outlive its replays
         return state.tokens
 
     def start(
-        self, prompt_ids: torch.Tensor, grids: Sequence[Grid], noise: torch.Tensor | None
+        self,
+        prompt_ids: torch.Tensor,
+        grids: Sequence[Grid],
+        noise: torch.Tensor | None,
+        sources: Sequence[Source] = (),
     ) -> DecodeState:
         """Read the prompt and name the first token."""
-        state = self._new_state(prompt_ids, grids, noise)
+        state = self._new_state(prompt_ids, grids, noise, sources)
         length = prompt_ids.shape[1]
         rope = (state.cos[:length], state.sin[:length], state.partner)
         x = self.text.embed_tokens(prompt_ids)
@@ -111,10 +122,11 @@ class GlmImageDecoder:
         """Name one more token, in place and without synchronising."""
         if state.fused:
             logits = gemv(fused_step(self.text, state), self.lm_head.weight, self.lm_head.bias)
+            sample_token(logits, *_places(state), **asdict(self.rule))
         else:
             logits = self.lm_head(plain_step(self.text, state))
-        state.slot.add_(1)
-        self._choose(state, logits)
+            state.slot.add_(1)
+            self._choose(state, logits)
 
     def _choose(self, state: DecodeState, logits: torch.Tensor) -> None:
         state.logits.copy_(logits[:, -1])
@@ -125,14 +137,18 @@ class GlmImageDecoder:
         state.step.add_(1)
 
     def _new_state(
-        self, prompt_ids: torch.Tensor, grids: Sequence[Grid], noise: torch.Tensor | None
+        self,
+        prompt_ids: torch.Tensor,
+        grids: Sequence[Grid],
+        noise: torch.Tensor | None,
+        sources: Sequence[Source],
     ) -> DecodeState:
         device, config = prompt_ids.device, self.text.config
         prompt, count = prompt_ids.shape[1], sum(rows * columns for rows, columns in grids)
         assert noise is None or len(noise) == count, "one row of noise for each token"
         slots = -(-(prompt + count) // CACHE_STEP) * CACHE_STEP
         weight = self.text.embed_tokens.weight
-        positions = token_positions(prompt, grids).to(device)
+        positions = token_positions(prompt, grids, sources).to(device)
         head_dim = _head_dim(config)
         tables = self.text.rotary_emb(weight, positions[:, None])
         cos, sin, partner = _whole_head(tables[0][0], tables[1][0], head_dim)
@@ -159,6 +175,9 @@ class GlmImageDecoder:
             step=integers(1),
         )
         reason = unfused_reason(self.text, self.lm_head, state)
+        logits = weight.new_empty(1, 1, self.vocabulary)
+        if reason is None and not can_use_sample_token(logits, *_places(state)):
+            reason = f"the sampler does not take a vocabulary of {self.vocabulary}"
         if reason is not None and device.type == "cuda":
             GLM_AR_KERNELS.note_eager(reason)
         return replace(state, fused=reason is None)
@@ -169,21 +188,53 @@ class GlmImageDecoder:
         steps = min(PROVEN_TOKENS, len(state.tokens) - 1)
         if not state.token.is_cuda or not fast_paths_enabled() or not steps:
             return eager
+        signature = (
+            state.keys.shape,
+            state.keys.dtype,
+            self.rule,
+            state.noise is None,
+            state.fused,
+        )
+        if GLM_AR_GRAPH.is_verified(signature):
+            steps = 0  # only counted
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def probe_graph() -> list[torch.Tensor]:
             graphs.append(_capture(eager))
             return _probe(state, graphs[0].replay, steps)
 
-        signature = (state.keys.shape, state.keys.dtype, self.rule, state.noise is None)
         GLM_AR_GRAPH.run(probe_graph, partial(_probe, state, eager, steps), sig=signature)
         proven = graphs and GLM_AR_GRAPH.is_verified(signature)
         return graphs[0].replay if proven else eager
 
 
+def _places(state: DecodeState) -> tuple[torch.Tensor | None, ...]:
+    """What `sample_token` reads and writes, in its order."""
+    return state.noise, state.logits, state.tokens, state.token, state.step, state.slot
+
+
 def sdpa(device: torch.device) -> AbstractContextManager[None]:
     """The one backend of attention that takes a mask, for the `with` block around the steps."""
     return sdpa_kernel(BACKENDS["efficient" if device.type == "cuda" else "flash"])
+
+
+class _Queue:
+    """Keeps the host at most two batches of tokens ahead of a GPU, so that what it announces is
+    nearly true. It waits for the batch before the last: the GPU never runs out of work."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
+        self.before: torch.cuda.Event | None = None
+
+    def keep_short(self, count: int) -> None:
+        """Token number `count` was queued."""
+        if not self.on_gpu or count % QUEUED_TOKENS:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        if self.before is not None:
+            self.before.synchronize()
+        self.before = event
 
 
 def _capture(advance: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -220,16 +271,33 @@ def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def token_positions(prompt_tokens: int, grids: Sequence[Grid]) -> torch.Tensor:
+def token_positions(
+    prompt_tokens: int, grids: Sequence[Grid], sources: Sequence[Source] = ()
+) -> torch.Tensor:
     """int64 [3, T + N] positions (time, row, column) of the prompt and of each grid's tokens.
 
-    A grid's tokens share one time and count rows and columns from it; the next grid begins after
-    the longer side.
+    A grid's tokens share one time and count rows and columns from it; what comes after it begins
+    after the longer side. `sources` are the images within the prompt.
     """
-    text = torch.arange(prompt_tokens).expand(3, -1)
-    parts, start = [text], prompt_tokens
+    parts, done, place = [], 0, 0
+    for first, (rows, columns) in sources:
+        parts.append(_text_positions(place, first - done))
+        place += first - done
+        parts.append(_grid_positions(place, rows, columns))
+        place += max(rows, columns)
+        done = first + rows * columns
+    parts.append(_text_positions(place, prompt_tokens - done))
+    place += prompt_tokens - done
     for rows, columns in grids:
-        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        parts.append(start + torch.stack([torch.zeros_like(row), row, column]).flatten(1))
-        start += max(rows, columns)
+        parts.append(_grid_positions(place, rows, columns))
+        place += max(rows, columns)
     return torch.cat(parts, dim=1)
+
+
+def _text_positions(start: int, count: int) -> torch.Tensor:
+    return torch.arange(start, start + count).expand(3, -1)
+
+
+def _grid_positions(start: int, rows: int, columns: int) -> torch.Tensor:
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    return start + torch.stack([torch.zeros_like(row), row, column]).flatten(1)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from sglang.kernels.ops.diffusion.triton.sample_token import choose_reference
+
 # What of a generation_config.json acts here, and what is inert when a length is given.
 _READ = {"do_sample", "temperature", "top_k", "top_p", "eos_token_id"}
 _INERT = {"pad_token_id", "bos_token_id", "max_length", "max_new_tokens", "use_cache"}
@@ -58,25 +60,4 @@ def choose_token(
     logits: torch.Tensor, rule: SamplingRule, noise: torch.Tensor | None
 ) -> torch.Tensor:
     """int64 [1] token of float32 logits [1, V]: the likeliest, or drawn with noise [1, V]."""
-    if noise is None:
-        return logits.argmax(dim=-1)
-    probabilities = torch.softmax(_filter(logits, rule), dim=-1)
-    return (probabilities / noise).argmax(dim=-1)
-
-
-def _filter(logits: torch.Tensor, rule: SamplingRule) -> torch.Tensor:
-    if rule.temperature != 1.0:
-        logits = logits / rule.temperature
-    if rule.top_k:
-        least = torch.topk(logits, min(rule.top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    return _keep_top_p(logits, rule.top_p) if rule.top_p < 1.0 else logits
-
-
-def _keep_top_p(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    ascending, order = torch.sort(logits)
-    # Two equal rows: a scan of one row alone is not deterministic on CUDA.
-    cumulative = ascending.softmax(dim=-1).expand(2, -1).cumsum(dim=-1)[:1]
-    removed = cumulative <= 1 - top_p
-    removed[:, -1] = False
-    return logits.masked_fill(removed.scatter(1, order, removed), -torch.inf)
+    return choose_reference(logits, noise, rule.temperature, rule.top_k, rule.top_p)
