@@ -232,6 +232,8 @@ def test_fast_paths_equal_eager_on_cuda(full_width, fresh_gates, grid):
         ernie.ERNIE_NORM_SCALE_SHIFT,
         ernie.ERNIE_GATED_NORM_SCALE_SHIFT,
         ernie.ERNIE_RESIDUAL_GATE_ADD,
+        ernie.ERNIE_QK_NORM_ROPE,
+        ernie.ERNIE_GELU_MUL,
     ):
         state = gate.state()
         assert state.status == "verified" and not state.eager_calls, state
