@@ -104,8 +104,8 @@ SPECIAL = {
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>\n{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
-    "{% endfor %}"
+    "{% if part.type == 'image' %}<|dit_token_64|><|image|><|dit_token_65|>{% else %}"
+    "{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
 )
 
 

@@ -3,8 +3,10 @@
 import dataclasses
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import GenerationConfig
 
 from sglang.kernels.ops.diffusion.bitexact_gate import fast_paths, tensors_equal
@@ -20,6 +22,7 @@ from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import (
     choose_token,
     exponential_noise,
 )
+from sglang.multimodal_gen.runtime.models.glm_image_sources import place_sources, read_sources
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.tiny_glm import CODEBOOK, glm_ar_model, glm_processor
 
@@ -45,9 +48,15 @@ def processor():
     return glm_processor()
 
 
-def inputs_of(processor, prompt, height, width):
+def noise_picture(height, width):
+    pixels = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def inputs_of(processor, prompt, height, width, pictures=()):
     """What diffusers' pipeline hands to `generate`."""
-    message = {"role": "user", "content": [{"type": "text", "text": prompt}]}
+    content = [{"type": "image", "image": picture} for picture in pictures]
+    message = {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}
     return processor.apply_chat_template(
         [[message]],
         tokenize=True,
@@ -121,6 +130,34 @@ def test_positions_equal_the_reference(model, processor, size):
     named = model.model._cached_decode_position_ids[0, :, :-1]  # the last is the end marker's
     expected = torch.cat([prompt[:, 0], named], dim=1)
     assert torch.equal(token_positions(ids.shape[1], grids_of(inputs)), expected)
+
+
+@pytest.mark.parametrize("sizes", [[(64, 96)], [(64, 64), (32, 128), (96, 64)]], ids=["1", "3"])
+def test_an_image_in_the_prompt_acts_as_in_generate(model, processor, sizes):
+    """Its tokens are the reference's, and so are positions and the tokens that follow."""
+    pictures = [noise_picture(*size) for size in sizes]
+    inputs = inputs_of(processor, "make it red", 64, 32, pictures)
+    source_grids = inputs["image_grid_thw"][:-1]
+    read = read_sources(model, inputs["pixel_values"], source_grids)
+    ids, sources = place_sources(inputs["input_ids"], read, model.config)
+    assert [len(source.tokens) for source in read] == source_grids.prod(-1).tolist()
+
+    prompt, _ = model.model.get_rope_index(
+        inputs["input_ids"], image_grid_thw=inputs["image_grid_thw"]
+    )
+    named = model.model._cached_decode_position_ids[0, :, :-1]
+    positions = token_positions(ids.shape[1], [(2, 1)], sources)
+    assert torch.equal(positions, torch.cat([prompt[:, 0], named], dim=1))
+
+    rule, noise = (
+        RULES["published"],
+        exponential_noise(torch.Generator().manual_seed(5), 2, CODEBOOK),
+    )
+    got = GlmImageDecoder(model, rule).generate(ids, [(2, 1)], noise, sources=sources)
+    torch.manual_seed(5)
+    settings = {"do_sample": True, "max_new_tokens": 3, **dataclasses.asdict(rule)}
+    out = model.generate(**inputs, **settings)
+    assert torch.equal(got, out[0, ids.shape[1] :][:2])
 
 
 def test_every_token_is_announced(model, processor):

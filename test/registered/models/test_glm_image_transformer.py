@@ -7,6 +7,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_glm_image import (
     GlmImageAdaLayerNormContinuous,
     GlmImageAdaLayerNormZero,
+    GlmImageKVCache,
     GlmImageRotaryPosEmbed,
 )
 
@@ -69,14 +70,14 @@ def run_reference(reference, request, drop):
 
 
 @torch.inference_mode()
-def run_ours(ours, request, drop):
+def run_ours(ours, request, drop, memory=None):
     latents, glyphs, ids, timestep, size = request.values()
     patch, device = ours.params.patch_size, latents.device
     grid = (latents.shape[2] // patch, latents.shape[3] // patch)
     tables = glm_image.glm_rope_tables(*grid, ours.params.attention_head_dim)
     rope = tuple(table.to(device) for table in tables)
     txt, prior = ours.condition(glyphs, ids, drop_prior=drop)
-    return ours(latents, txt, prior, timestep, size, rope)
+    return ours(latents, txt, prior, timestep, size, rope, memory)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,6 +91,46 @@ def test_forward_equals_the_reference(drop, batch, grid, text, dtype):
     expected = run_reference(reference, request, drop)
     assert expected.std() > 0.1, "the reference's output is (nearly) constant"
     assert torch.equal(run_ours(ours, request, drop), expected)
+
+
+@torch.inference_mode()
+def remembered(ours, reference, conditions):
+    """(memory, the reference's cache) of condition images: (latents, prior ids, (height, width))"""
+    cache = GlmImageKVCache(num_layers=ours.params.num_layers)
+    cache.set_mode("write")
+    memories = []
+    for latents, ids, pixels in conditions:
+        grid = (latents.shape[2] // 2, latents.shape[3] // 2)
+        rope = glm_image.glm_rope_tables(*grid, ours.params.attention_head_dim)
+        memories.append(ours.remember(latents, ids, rope, pixels))
+        request = {
+            "hidden_states": latents,
+            "encoder_hidden_states": latents.new_zeros(1, 0, ours.params.text_embed_dim),
+            "prior_token_id": ids[0],
+            "timestep": torch.zeros(1),
+            "target_size": torch.tensor([pixels]),
+            "kv_caches": cache,
+        }
+        run_reference(reference, request, False)
+    return torch.cat(memories, dim=3), cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grids", [[(4, 4)], [(2, 6), (4, 2)]], ids=["one", "two"])
+def test_condition_images_act_as_the_references_cache(grids, dtype):
+    config = glm_transformer_config()
+    ours, reference = build_pair(config, dtype)
+    conditions = []
+    for seed, (rows, columns) in enumerate(grids):
+        made = inputs(config, 1, (rows, columns), 1, dtype, seed=seed + 5)
+        pixels = (1056 * rows, 16 * columns)  # beyond what bfloat16 tells apart
+        conditions.append((made["hidden_states"], made["prior_token_id"], pixels))
+    memory, cache = remembered(ours, reference, conditions)
+    cache.set_mode("read")
+    request = inputs(config, 1, (6, 4), 7, dtype)
+    expected = run_reference(reference, {**request, "kv_caches": cache}, False)
+    got = run_ours(ours, request, False, memory)
+    assert torch.equal(got, expected) and not torch.equal(got, run_ours(ours, request, False))
 
 
 @pytest.mark.parametrize("name", ["encoder_hidden_states", "prior_token_id", "target_size"])

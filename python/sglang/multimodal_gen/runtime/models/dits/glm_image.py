@@ -9,7 +9,7 @@ made once by `condition` and `glm_rope_tables`, and handed to every `forward`.
 
 Shape legend: B batch, C latent channels, h x w latent size, p patch size, S = (h / p) * (w / p)
 image tokens, T text tokens, J = T + S joint tokens, D hidden, H heads, E head size, V conditioning
-width.
+width, N layers, M tokens of condition images.
 """
 
 from dataclasses import dataclass
@@ -45,6 +45,7 @@ from sglang.kernels.ops.diffusion.triton.qk_layernorm_rope import (
     rotate_,
 )
 from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
+from sglang.multimodal_gen.runtime.layers.condition_memory import LayerMemory, layer_memory
 from sglang.multimodal_gen.runtime.layers.fused_site import run_site
 from sglang.multimodal_gen.runtime.layers.rotary import Rope
 from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
@@ -123,6 +124,24 @@ class GlmImageTransformer2DModel(nn.Module):
             prior = prior * 0.0
         return self.glyph_projector(glyphs), self.prior_projector(prior)
 
+    def remember(
+        self, latents: torch.Tensor, prior_ids: torch.Tensor, rope: Rope, pixels: tuple[int, int]
+    ) -> torch.Tensor:
+        """The keys and values [N, 2, 1, S, H, E] of a condition image, for `memory` of `forward`.
+
+        latents [1, C, h, w] in the model's dtype; prior_ids int64 [1, S] of its own; `pixels` its
+        (height, width). One forward without text at timestep 0; images do not see each other.
+        """
+        p = self.params
+        no_glyphs = latents.new_zeros(1, 0, p.text_embed_dim)
+        txt, prior = self.condition(no_glyphs, prior_ids, drop_prior=False)
+        shape = (p.num_layers, 2, *prior.shape[:2], p.num_attention_heads, p.attention_head_dim)
+        memory = latents.new_empty(shape)
+        start = torch.zeros(1, device=latents.device)
+        size = torch.tensor([pixels], device=latents.device, dtype=torch.float32)
+        self(latents, txt, prior, start, size, rope, memory, writes_memory=True)
+        return memory
+
     def forward(
         self,
         latents: torch.Tensor,
@@ -131,12 +150,14 @@ class GlmImageTransformer2DModel(nn.Module):
         timestep: torch.Tensor,
         target_size: torch.Tensor,
         rope: Rope,
+        memory: torch.Tensor | None = None,
+        writes_memory: bool = False,
     ) -> torch.Tensor:
         """Velocity of `latents`.
 
         latents [B, C, h, w] in the model's dtype; txt [B, T, D] and prior [B, S, D] of `condition`;
         timestep float32 [B] in 0..999; target_size [B, 2] (height, width) in pixels; rope of
-        `glm_rope_tables`. Returns [B, C, h, w].
+        `glm_rope_tables`; memory [N, 2, B, M, H, E] of `remember`. Returns [B, C, h, w].
         """
         # embed inputs and conditioning; the prior is added token by token
         img = self.image_projector(latents) + prior
@@ -148,8 +169,9 @@ class GlmImageTransformer2DModel(nn.Module):
         rope = tuple(share.local(table, 1, dim=0) for table in rope)
 
         # dual-stream blocks with shared attention and feed-forward weights
-        for block in self.transformer_blocks:
-            img, txt = block(img, txt, vec, rope)
+        for i, block in enumerate(self.transformer_blocks):
+            kept = layer_memory(memory, i, writing=writes_memory)
+            img, txt = block(img, txt, vec, rope, kept)
 
         # project image tokens back to latents
         img = share.whole(self.proj_out(self.norm_out(img, vec)), 1)
@@ -230,7 +252,12 @@ class GlmImageTransformerBlock(nn.Module):
         self.ff = GlmFeedForward(GlmTanhGELU(dim, 4 * dim), dim)
 
     def forward(
-        self, img: torch.Tensor, txt: torch.Tensor, vec: torch.Tensor, rope: Rope
+        self,
+        img: torch.Tensor,
+        txt: torch.Tensor,
+        vec: torch.Tensor,
+        rope: Rope,
+        memory: LayerMemory | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """img [B, S, D], txt [B, T, D], vec [B, V]. Returns (img, txt)."""
         # modulate both streams for attention
@@ -240,7 +267,7 @@ class GlmImageTransformerBlock(nn.Module):
         img_gate, img_shift, img_scale, img_mlp_gate = img_rows
 
         # attention over the joint sequence
-        img_attn, txt_attn = self.attn1(img_norm, txt_norm, rope)
+        img_attn, txt_attn = self.attn1(img_norm, txt_norm, rope, memory)
         img = _glm_residual_gate_add(img, img_attn, img_gate[:, None])
         txt = _glm_residual_gate_add(txt, txt_attn, txt_gate[:, None])
 
@@ -302,7 +329,11 @@ class GlmImageAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(dim, dim), nn.Identity()])
 
     def forward(
-        self, img: torch.Tensor, txt: torch.Tensor, rope: Rope
+        self,
+        img: torch.Tensor,
+        txt: torch.Tensor,
+        rope: Rope,
+        memory: LayerMemory | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """img [B, S, D], txt [B, T, D] -> (img, txt), projected."""
         # text comes first in the joint sequence
@@ -310,6 +341,8 @@ class GlmImageAttention(nn.Module):
         joint = torch.cat([txt, img], dim=1)
         q, k, v = (self._heads(proj(joint)) for proj in (self.to_q, self.to_k, self.to_v))
         q, k = _glm_qk_norm_rope(q, k, text_tokens, rope)
+        if memory is not None:
+            k, v = memory.exchange(k, v)
         out = self.to_out[0](self.attention(q, k, v))
         txt, img = out.split_with_sizes([text_tokens, img.shape[1]], dim=1)
         return img, txt
