@@ -60,6 +60,11 @@ def observe_sites() -> Iterator[dict[tuple[Any, ...], SiteRecord]]:
         _observed = None
 
 
+def observing_sites() -> bool:
+    """Whether a run is being observed: every site must then really be called."""
+    return _observed is not None
+
+
 def rejection(args: tuple[Any, ...]) -> str:
     """Why a predicate said no, as far as the input's kind tells."""
     first = args[0]

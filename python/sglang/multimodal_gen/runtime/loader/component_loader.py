@@ -12,6 +12,7 @@ from sglang.multimodal_gen.configs.json_config import checked_fields
 from sglang.multimodal_gen.configs.model_specs import read_json
 from sglang.multimodal_gen.configs.validation import rejected
 from sglang.multimodal_gen.runtime.distributed.parallel_state import SINGLE, ParallelState
+from sglang.multimodal_gen.runtime.layers.packed_projections import pack_projections
 from sglang.multimodal_gen.runtime.loader import dummy
 from sglang.multimodal_gen.runtime.loader.weights import (
     CheckpointError,
@@ -61,6 +62,8 @@ class ComponentLoader:
             path = self.folder / "transformer"
             check_weight_files(path)
             load_strict(module, iterate_weights(path), str(path))
+        if self.device.type == "cuda":
+            pack_projections(module)
         return module.eval().requires_grad_(False)
 
     def transformers_model(

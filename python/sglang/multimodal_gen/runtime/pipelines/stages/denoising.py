@@ -1,11 +1,14 @@
 """The denoising loop, and the quality tier mounted around it."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from sglang.kernels.ops.diffusion.bitexact_gate import fast_paths_enabled
 from sglang.kernels.ops.diffusion.fused_linear_gelu import (
     FUSED_LINEAR_GELU,
     mount_fused_linear_gelu,
@@ -16,9 +19,12 @@ from sglang.kernels.ops.diffusion.fused_ln_modulate import (
     mount_fused_ln_modulate,
     unmount_fused_ln_modulate,
 )
+from sglang.kernels.ops.diffusion.quality_gate import QualityGatedFusion
 from sglang.multimodal_gen.runtime.distributed.parallel_state import SINGLE, ParallelState
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import euler_step
+from sglang.multimodal_gen.runtime.pipelines.forward_graphs import ForwardGraphs
 from sglang.multimodal_gen.runtime.pipelines.stages.checks import require_finite
+from sglang.multimodal_gen.runtime.pipelines.stages.modulation_rows import modulation_rows
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
     BatchState,
     ImageState,
@@ -43,6 +49,9 @@ class DenoisingStage:
     name: str = "DenoisingStage"
     parallel: ParallelState = SINGLE
 
+    def __post_init__(self) -> None:
+        self._graphs = ForwardGraphs(self.transformer)
+
     def __call__(self, batch: BatchState) -> None:
         with mounted_tier(self.transformer, batch.params.quality) as batch.mounted:
             for index, image in enumerate(batch.images):
@@ -54,6 +63,7 @@ class DenoisingStage:
         """The loop over timesteps. Returns latents of the same shape."""
         latents, steps = image.latents, len(image.timesteps)
         guidance = self._guidance(batch.params.guidance_scale)
+        self._start(image, latents.dtype, guidance)
         clock = StepClock(self.device)
         for i in range(steps):
             timestep = image.timesteps[i].expand(1).to(latents.dtype)
@@ -94,9 +104,49 @@ class DenoisingStage:
     ) -> torch.Tensor:
         """One forward; timestep is [1], in 0..1000, of the latents' dtype."""
         txt_ids = torch.zeros(text.tokens.shape[1], 3, device=self.device, dtype=latents.dtype)
-        return self.transformer(
-            latents, text.tokens, text.pooled, timestep / 1000, image.img_ids, txt_ids, guidance
+        rows = None if text.rows is None else next(text.rows)
+        return self._forward(
+            latents,
+            text.tokens,
+            text.pooled,
+            timestep / 1000,
+            image.img_ids,
+            txt_ids,
+            guidance,
+            rows,
         )
+
+    def _start(self, image: ImageState, dtype: torch.dtype, guidance: torch.Tensor | None) -> None:
+        """Before the first step of an image: what every step needs and no pixel goes into."""
+        hoistable = hasattr(self.transformer, "modulation_rows") and fast_paths_enabled()
+        if self.device.type != "cuda" or not hoistable:
+            return
+        timesteps = image.timesteps.to(dtype) / 1000
+        for name in ("text", "negative_text"):
+            text = getattr(image, name)
+            if text is not None:
+                rows = modulation_rows(self.transformer, timesteps, guidance, text.pooled)
+                setattr(image, name, replace(text, rows=rows))
+
+    def _forward(self, *args: Any) -> torch.Tensor:
+        """The transformer, from the second step on as a CUDA graph where that pays."""
+        layout = self.parallel.layout
+        plain = layout.ulysses == layout.tp == 1 and self.transformer._compiled_call_impl is None
+        if self.device.type != "cuda" or not plain:
+            return self.transformer(*args)
+        return self._graphs(self._mounted_fusions, *args)
+
+    @property
+    def _mounted_fusions(self) -> tuple[bool, ...]:
+        return tuple(
+            any(gate.is_enabled(site) for site in sites) for gate, sites in self._tier_sites
+        )
+
+    @functools.cached_property
+    def _tier_sites(self) -> list[tuple[QualityGatedFusion, list[torch.nn.Module]]]:
+        """One site of each fusion: all are mounted or none."""
+        gates = [gate for gate, *_ in HIGH_TIER.values()]
+        return [(gate, list(gate.iter_sites(self.transformer))[:1]) for gate in gates]
 
     def _guidance(self, scale: float) -> torch.Tensor | None:
         if not self.has_guidance:

@@ -98,7 +98,7 @@ class GlmDenoisingStage(DenoisingStage):
         patches = (height // params.patch_size, width // params.patch_size)
         rope = _rope(*patches, params.attention_head_dim, self.device)
         size = _size(height * self.vae_scale, width * self.vae_scale, self.dtype, self.device)
-        velocity = self.transformer(
+        velocity = self._forward(
             latents.to(self.dtype), text.tokens, text.prior, timestep - 1, size, rope
         )
         return velocity.float()

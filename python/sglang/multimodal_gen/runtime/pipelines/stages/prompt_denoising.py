@@ -18,4 +18,4 @@ class PromptDenoisingStage(DenoisingStage):
         guidance: torch.Tensor | None,
     ) -> torch.Tensor:
         """One forward; timestep is [1], in 0..1000, of the latents' dtype."""
-        return self.transformer(latents, text.tokens, timestep)
+        return self._forward(latents, text.tokens, timestep)

@@ -5,7 +5,7 @@ multiple, C packed latent channels, N steps. The leading 1 is the batch: images 
 by one, so that a batch never changes an image's bytes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +25,7 @@ class TextEmbeds:
     tokens: torch.Tensor  # [1, T, joint_attention_dim]
     pooled: torch.Tensor | None = None  # [1, pooled_projection_dim], where the model reads it
     prior: torch.Tensor | None = None  # [1, S, D] projected prior tokens, where there are any
+    rows: Iterator[torch.Tensor] | None = None  # each step's modulation [1, R], where hoisted
 
 
 @dataclass
