@@ -105,14 +105,17 @@ def broadcast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def leave(*, abort: bool = False) -> None:
-    """End this process's part in the grid. `abort` gives up collectives that still wait."""
-    if not dist.is_initialized():
-        return
-    if abort and dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()
-    else:
+def leave() -> None:
+    """End this process's part in the grid."""
+    if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort() -> None:
+    """Give up NCCL's collectives, which would wait for a lost rank; from any thread. Gloo's end by
+    themselves when the rank's process does."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
 
 
 def _axes(rank: int, layout: ParallelLayout, timeout: timedelta) -> dict[str, Axis]:

@@ -118,7 +118,9 @@ class DiffGenerator:
         return self._worker.pipeline.transformer
 
     def close(self) -> None:
-        """Free the model's memory; the generator cannot be used afterwards."""
+        """Free the memory and end the processes; the generator cannot be used afterwards."""
+        if self._worker is not None:
+            self._worker.close()
         self._worker = self._client = None
 
     def __enter__(self) -> "DiffGenerator":

@@ -10,6 +10,7 @@ from sglang.multimodal_gen.configs.model_specs import read_model_spec
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import rejected
 from sglang.multimodal_gen.report import fused_sites
+from sglang.multimodal_gen.runtime.distributed.parallel_state import SINGLE
 from sglang.multimodal_gen.runtime.loader.component_loader import ComponentLoader, quiet_libraries
 from sglang.multimodal_gen.runtime.loader.model_folder import find_model_folder
 from sglang.multimodal_gen.runtime.managers.messages import (
@@ -21,6 +22,14 @@ from sglang.multimodal_gen.runtime.managers.messages import (
 )
 from sglang.multimodal_gen.runtime.managers.numeric_switches import numeric_switches
 from sglang.multimodal_gen.runtime.managers.previews import PreviewMaker
+from sglang.multimodal_gen.runtime.managers.rank_launch import (
+    await_loaded,
+    check_devices,
+    find_layout,
+    start_ranks,
+)
+from sglang.multimodal_gen.runtime.pipelines.base import Pipeline
+from sglang.multimodal_gen.runtime.pipelines.parallel_denoising import lead_ranks
 from sglang.multimodal_gen.runtime.pipelines.registry import PIPELINES
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
     BatchState,
@@ -36,16 +45,38 @@ class Worker:
     def __init__(self, args: ServerArgs, emit: EmitProgress) -> None:
         folder = find_model_folder(args.model_path, args.load_format)
         self.spec = read_model_spec(folder)
+        layout = find_layout(args, self.spec, folder)
         self.device = resolve_device(args.device)
+        check_devices(args, self.device)
         self._fast_paths = args.fast_paths
-        loader = ComponentLoader(folder, args.load_format == "dummy", self.device)
+        self._ranks, parallel = None, SINGLE
+        if layout.world > 1:
+            self._ranks, parallel = start_ranks(args, layout, self.device, folder)
+        loader = ComponentLoader(folder, args.load_format == "dummy", self.device, parallel)
+        try:
+            self.pipeline = self._load(loader, args, emit)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, loader: ComponentLoader, args: ServerArgs, emit: EmitProgress) -> Pipeline:
         with numeric_switches(self.device), quiet_libraries():
-            self.pipeline = PIPELINES[self.spec.pipeline_class](
+            pipeline = PIPELINES[self.spec.pipeline_class](
                 loader, self.spec, args, lambda *step: emit(Progress(*step))
             )
         if args.enable_torch_compile:
-            self.pipeline.transformer.compile()
-            self.pipeline.compiled = True
+            pipeline.transformer.compile()
+            pipeline.compiled = True
+        if self._ranks is not None:
+            await_loaded(self._ranks)
+            lead_ranks(pipeline, self._ranks)
+        pipeline.layout = loader.parallel.layout
+        return pipeline
+
+    def close(self) -> None:
+        """End the further ranks, if any; the worker cannot be used afterwards."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     def execute(self, request: GenerateRequest, emit: EmitProgress) -> GenerateResponse:
         """Run every stage over the request's images."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from sglang.multimodal_gen.configs.model_specs import ModelSpec
+from sglang.multimodal_gen.configs.parallel_layout import ParallelLayout
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.pipelines.stages.state import BatchState
 
@@ -30,6 +31,7 @@ class Pipeline:
     attention_backend: str
     precisions: dict[str, str]
     norm_backend: str | None = None  # the RMSNorm kernel, where the model's norm has a choice
+    layout: ParallelLayout = ParallelLayout()  # of the ranks that make a picture together
     compiled: bool = False  # torch.compile changes rounding: never reported as lossless
     # stage name -> modules that wait in host memory outside that stage
     offloaded: Mapping[str, Sequence[torch.nn.Module]] = field(default_factory=dict)
