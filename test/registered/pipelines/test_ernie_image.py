@@ -14,6 +14,7 @@ from sglang.cli import main
 from sglang.kernels.ops.diffusion.bitexact_gate import all_gates
 from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.configs.model_specs import read_model_spec
+from sglang.multimodal_gen.configs.sampling_params import ImageRequest
 from sglang.multimodal_gen.configs.validation import InvalidParameter
 from sglang.multimodal_gen.runtime.loader.weights import CheckpointError
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import FlowMatchEulerConfig
@@ -21,6 +22,8 @@ from sglang.multimodal_gen.runtime.pipelines import ernie_image
 from sglang.multimodal_gen.runtime.pipelines.stages.mistral_text_encoding import (
     MistralTextEncodingStage,
 )
+from sglang.multimodal_gen.runtime.pipelines.stages.prompt_enhancement import PROGRESS_EVERY
+from sglang.multimodal_gen.runtime.pipelines.stages.state import BatchState, ImageState
 from sglang.multimodal_gen.runtime.pipelines.stages.static_timesteps import (
     StaticTimestepPreparationStage,
 )
@@ -102,6 +105,25 @@ def test_use_pe_false_makes_no_call_and_draws_the_prompt_as_it_is(enhancing, pla
     result = enhancing.generate(**REQUEST, use_pe=False)
     assert enhancer_calls == [] and result.revised_prompt is None
     assert result.report["sha256"] == sha(plain) == sha(plain, use_pe=False)
+
+
+def test_the_enhancer_can_be_stopped_in_mid_sentence(enhancing, enhancer_calls):
+    stage, expected = enhancing._worker.pipeline.stages[0], sha(enhancing)
+    enhancer_calls.clear()
+
+    class Stopped(Exception):
+        pass
+
+    def stop(label, done, total):
+        raise Stopped(label, done)
+
+    image = ImageState(ImageRequest(0, "a fox", None, seed=1))
+    params = SimpleNamespace(use_pe=True, generator_device="cpu", width=64, height=64)
+    with pytest.raises(Stopped) as stopped, torch.inference_mode():
+        stage(BatchState(params, [image], stop))
+    assert stopped.value.args == ("enhance 1/1", PROGRESS_EVERY)
+    assert len(enhancer_calls) == PROGRESS_EVERY and image.revised_prompt is None
+    assert sha(enhancing) == expected
 
 
 def test_use_pe_without_an_enhancer_is_refused_before_any_model_work(plain):
