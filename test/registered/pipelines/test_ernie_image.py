@@ -19,10 +19,10 @@ from sglang.multimodal_gen.configs.validation import InvalidParameter
 from sglang.multimodal_gen.runtime.loader.weights import CheckpointError
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import FlowMatchEulerConfig
 from sglang.multimodal_gen.runtime.pipelines import ernie_image
+from sglang.multimodal_gen.runtime.pipelines.stages import prompt_enhancement
 from sglang.multimodal_gen.runtime.pipelines.stages.mistral_text_encoding import (
     MistralTextEncodingStage,
 )
-from sglang.multimodal_gen.runtime.pipelines.stages.prompt_enhancement import PROGRESS_EVERY
 from sglang.multimodal_gen.runtime.pipelines.stages.state import BatchState, ImageState
 from sglang.multimodal_gen.runtime.pipelines.stages.static_timesteps import (
     StaticTimestepPreparationStage,
@@ -107,7 +107,8 @@ def test_use_pe_false_makes_no_call_and_draws_the_prompt_as_it_is(enhancing, pla
     assert result.report["sha256"] == sha(plain) == sha(plain, use_pe=False)
 
 
-def test_the_enhancer_can_be_stopped_in_mid_sentence(enhancing, enhancer_calls):
+def test_the_enhancer_can_be_stopped_in_mid_sentence(enhancing, enhancer_calls, monkeypatch):
+    monkeypatch.setattr(prompt_enhancement, "PROGRESS_EVERY", 5)
     stage, expected = enhancing._worker.pipeline.stages[0], sha(enhancing)
     enhancer_calls.clear()
 
@@ -121,8 +122,8 @@ def test_the_enhancer_can_be_stopped_in_mid_sentence(enhancing, enhancer_calls):
     params = SimpleNamespace(use_pe=True, generator_device="cpu", width=64, height=64)
     with pytest.raises(Stopped) as stopped, torch.inference_mode():
         stage(BatchState(params, [image], stop))
-    assert stopped.value.args == ("enhance 1/1", PROGRESS_EVERY)
-    assert len(enhancer_calls) == PROGRESS_EVERY and image.revised_prompt is None
+    assert stopped.value.args == ("enhance 1/1", 5)
+    assert len(enhancer_calls) == 5 and image.revised_prompt is None
     assert sha(enhancing) == expected
 
 
