@@ -104,17 +104,9 @@ class DenoisingStage:
     ) -> torch.Tensor:
         """One forward; timestep is [1], in 0..1000, of the latents' dtype."""
         txt_ids = torch.zeros(text.tokens.shape[1], 3, device=self.device, dtype=latents.dtype)
-        rows = None if text.rows is None else next(text.rows)
-        return self._forward(
-            latents,
-            text.tokens,
-            text.pooled,
-            timestep / 1000,
-            image.img_ids,
-            txt_ids,
-            guidance,
-            rows,
-        )
+        inputs = (latents, text.tokens, text.pooled, timestep / 1000, image.img_ids, txt_ids)
+        rows = () if text.rows is None else (next(text.rows),)
+        return self._forward(*inputs, guidance, *rows)
 
     def _start(self, image: ImageState, dtype: torch.dtype, guidance: torch.Tensor | None) -> None:
         """Before the first step of an image: what every step needs and no pixel goes into."""
