@@ -12,7 +12,7 @@ from sglang.kernels.ops.diffusion.fused_linear_gelu import (
 
 HIDDEN, FEED_FORWARD = 3072, 12288
 DIGEST_ROWS = (4096, 512, 4608)  # FLUX.1 at 1024x1024: image, text, both
-OTHER_ROWS = (256, 768, 1024, 1536, 16384, 16896, 1, 77, 300)  # 256^2, 512^2, 2048^2, odd
+OTHER_ROWS = (256, 768, 1024, 1536, 6912, 8192, 1, 77, 300)  # 256^2, 512^2, 1280^2, most, odd
 
 
 def rows() -> Iterator[BenchRow]:

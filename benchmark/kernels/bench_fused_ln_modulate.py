@@ -11,7 +11,7 @@ from sglang.kernels.ops.diffusion.modulate_scale_shift import modulate_scale_shi
 
 HIDDEN, EPS = 3072, 1e-6
 DIGEST_ROWS = (4096, 512)  # FLUX.1 at 1024x1024: image, text
-OTHER_ROWS = (4608, 256, 1024, 16384, 1, 77, 300)  # joint, 256^2, 512^2, 2048^2, odd
+OTHER_ROWS = (4608, 256, 1024, 16384, 257, 300)  # joint, 256^2, 512^2, 2048^2, odd
 
 
 def rows() -> Iterator[BenchRow]:

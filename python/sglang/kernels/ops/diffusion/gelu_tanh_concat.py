@@ -114,6 +114,7 @@ def gelu_tanh_concat_cuda(attn: Tensor, mlp: Tensor) -> Tensor:
     Under torch.compile and in dispatch modes this is the custom op, which decides when it runs.
     """
     if needs_dispatcher(attn, mlp) and not wants_gradient(attn, mlp):
+        _check_shapes(attn, mlp)
         return _op(attn, mlp)
     if not can_use_gelu_tanh_concat_cuda(attn, mlp):
         raise ValueError(
@@ -132,7 +133,17 @@ def gelu_tanh_concat(attn: Tensor, mlp: Tensor) -> Tensor:
     """``cat([attn, gelu(mlp, "tanh")], dim=2)``: the kernel where it can be used, else eager.
 
     attn [B, S, D], mlp [B, S, M] -> [B, S, D + M]. Any device and dtype; the same bytes as eager.
+    Raises ValueError for other shapes.
     """
+    _check_shapes(attn, mlp)
     if wants_gradient(attn, mlp):
         return gelu_tanh_concat_reference(attn, mlp)
     return _op(attn, mlp)
+
+
+def _check_shapes(attn: Tensor, mlp: Tensor) -> None:
+    if attn.dim() != 3 or mlp.dim() != 3 or attn.shape[:2] != mlp.shape[:2]:
+        raise ValueError(
+            f"gelu_tanh_concat got {describe(attn=attn, mlp=mlp)}; expected attn [B, S, D] and "
+            "mlp [B, S, M]. Reshape them first."
+        )

@@ -109,6 +109,7 @@ def modulate_scale_shift_cuda(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor
     Under torch.compile and in dispatch modes this is the custom op, which decides when it runs.
     """
     if needs_dispatcher(x, scale, shift) and not wants_gradient(x, scale, shift):
+        _check_shapes(x, scale, shift)
         return _op(x, scale, shift)
     if not can_use_modulate_scale_shift_cuda(x, scale, shift):
         raise ValueError(
@@ -126,8 +127,23 @@ def modulate_scale_shift_cuda(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor
 def modulate_scale_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """``x * (1 + scale[:, None]) + shift[:, None]``: the kernel where it can be used, else eager.
 
-    x [B, S, D]; scale, shift [B, D]. Any device and dtype; the same bytes as eager.
+    x [B, S, D]; scale, shift [B, D] or [1, D]. Any device and dtype; the same bytes as eager.
+    Raises ValueError for other shapes.
     """
+    _check_shapes(x, scale, shift)
     if wants_gradient(x, scale, shift):
         return modulate_scale_shift_reference(x, scale, shift)
     return _op(x, scale, shift)
+
+
+def _check_shapes(x: Tensor, scale: Tensor, shift: Tensor) -> None:
+    """Other shapes might broadcast to something that nobody asked for."""
+    fits = x.dim() == 3 and all(
+        row.dim() == 2 and row.shape[1] == x.shape[2] and row.shape[0] in (1, x.shape[0])
+        for row in (scale, shift)
+    )
+    if not fits:
+        raise ValueError(
+            f"modulate_scale_shift got {describe(x=x, scale=scale, shift=shift)}; expected "
+            "x [B, S, D], scale and shift [B, D] or [1, D]. Reshape them first."
+        )

@@ -131,6 +131,7 @@ def residual_gate_add_cuda(residual: Tensor, update: Tensor, gate: Tensor) -> Te
     Under torch.compile and in dispatch modes this is the custom op, which decides when it runs.
     """
     if needs_dispatcher(residual, update, gate) and not wants_gradient(residual, update, gate):
+        _check_shapes(residual, update, gate)
         return _op(residual, update, gate)
     if not can_use_residual_gate_add_cuda(residual, update, gate):
         raise ValueError(
@@ -148,9 +149,23 @@ def residual_gate_add_cuda(residual: Tensor, update: Tensor, gate: Tensor) -> Te
 def residual_gate_add(residual: Tensor, update: Tensor, gate: Tensor) -> Tensor:
     """``residual + gate * update``: the kernel where it can be used, else the eager expression.
 
-    residual, update [..., D]; gate [1, ..., 1, D], of residual's shape, or anything that broadcasts
-    (eager). Any device and dtype; same bytes as eager in float16 and bfloat16.
+    residual, update [..., D] of one shape; gate [1, ..., 1, D], of that shape, or anything that
+    broadcasts to it (eager). Any device and dtype; same bytes as eager in float16 and bfloat16.
+    Raises ValueError for other shapes.
     """
+    _check_shapes(residual, update, gate)
     if wants_gradient(residual, update, gate):
         return residual_gate_add_reference(residual, update, gate)
     return _op(residual, update, gate)
+
+
+def _check_shapes(residual: Tensor, update: Tensor, gate: Tensor) -> None:
+    """An update or a gate that widens the result would broadcast to what nobody asked for."""
+    shape, tail = residual.shape, residual.shape[residual.dim() - gate.dim() :]
+    fits = 0 < gate.dim() <= len(shape) and update.shape == shape
+    if not (fits and all(size in (1, full) for size, full in zip(gate.shape, tail, strict=True))):
+        raise ValueError(
+            f"residual_gate_add got {describe(residual=residual, update=update, gate=gate)}; "
+            "expected residual and update of one shape [..., D], and a gate that broadcasts to it. "
+            "Reshape them first."
+        )

@@ -308,3 +308,14 @@ def test_graph_capture_and_replay():
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, fused_linear_gelu_tanh(x, weight, bias))
+
+
+@pytest.mark.cuda
+def test_the_predicate_at_the_boundary_of_the_rows():
+    linear = make_linear(64, 8)
+    x = torch.randn(8193, 64, device="cuda", dtype=BF16)
+    for shape in ((8192, 64), (2, 4096, 64), (1, 8192, 64)):
+        assert can_fuse_linear_gelu(linear, x[:8192].view(shape)), shape
+    assert not can_fuse_linear_gelu(linear, x) and not can_fuse_linear_gelu(linear, x[None])
+    with pytest.raises(ValueError, match="x has 8193 rows, more than the 8192"):
+        fused_linear_gelu_tanh(x, linear.weight, linear.bias)

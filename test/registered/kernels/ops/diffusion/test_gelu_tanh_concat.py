@@ -120,6 +120,18 @@ def test_predicate_on_strides():
         assert can_use_gelu_tanh_concat_cuda(x, OnGpu(view)) == expected, view.stride()
 
 
+@pytest.mark.parametrize("function", [gelu_tanh_concat, gelu_tanh_concat_cuda])
+@pytest.mark.parametrize(
+    "shapes",
+    [((5, 64), (5, 128)), ((2, 5, 64), (5, 128)), ((2, 5, 64), (1, 5, 128)),
+     ((2, 5, 64), (2, 4, 128)), ((1, 2, 5, 64), (1, 2, 5, 128))],
+    ids=str,
+)  # fmt: skip
+def test_malformed_shapes_are_an_error(function, shapes):
+    with pytest.raises(ValueError, match=r"got attn float32.*expected"):
+        function(*(torch.zeros(shape) for shape in shapes))
+
+
 def test_gradients_are_eager():
     tensors = inputs(2, 5, 64, 128, dtype=torch.float32, device="cpu")
     ours, eager = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))

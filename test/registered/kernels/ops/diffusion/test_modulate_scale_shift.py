@@ -114,6 +114,32 @@ def test_predicate_on_chunk_views():
     assert not can_use_modulate_scale_shift_cuda(on_gpu(2, 4, 64), expanded, on_gpu(2, 64))
 
 
+MALFORMED = {
+    "rows [B, 1, D]": ((2, 5, 64), (2, 1, 64)),
+    "rows [D]": ((2, 5, 64), (64,)),
+    "rows of another batch": ((3, 5, 64), (2, 64)),
+    "a row a token": ((2, 5, 64), (5, 64)),
+    "rows of width 1": ((2, 5, 64), (2, 1)),
+    "x [S, D]": ((5, 64), (1, 64)),
+    "x [B, H, S, D]": ((2, 2, 5, 64), (2, 64)),
+}
+
+
+@pytest.mark.parametrize("function", [modulate_scale_shift, modulate_scale_shift_cuda])
+@pytest.mark.parametrize("x_shape, row_shape", MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_shapes_are_an_error(function, x_shape, row_shape):
+    good = torch.zeros(x_shape[0], x_shape[-1])
+    for rows in ((torch.zeros(row_shape), good), (good, torch.zeros(row_shape))):
+        with pytest.raises(ValueError, match=r"got x float32.*expected"):
+            function(torch.zeros(x_shape), *rows)
+
+
+def test_one_row_for_several_samples_is_eager():
+    x, scale, shift = inputs(2, 5, 64, dtype=torch.float32, device="cpu")
+    expected = modulate_scale_shift_reference(x, scale[:1], shift[:1])
+    assert torch.equal(modulate_scale_shift(x, scale[:1], shift[:1]), expected)
+
+
 def test_gradients_are_eager():
     tensors = inputs(2, 5, 64, dtype=torch.float32, device="cpu")
     ours, eager = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))

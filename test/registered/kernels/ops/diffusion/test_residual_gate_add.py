@@ -116,6 +116,31 @@ def test_predicate_on_strides():
     assert not can_use_residual_gate_add_cuda(x, x, OnGpu(meta[:1, :64].expand(4, 64)))
 
 
+MALFORMED = {
+    "update of one row": ((2, 5, 64), (2, 1, 64), (64,)),
+    "update of fewer axes": ((2, 5, 64), (5, 64), (64,)),
+    "gate of more axes": ((5, 64), (5, 64), (1, 5, 64)),
+    "gate that widens": ((1, 5, 64), (1, 5, 64), (2, 1, 64)),
+    "gate of another width": ((2, 5, 64), (2, 5, 64), (32,)),
+    "gate [B, D]": ((2, 5, 64), (2, 5, 64), (2, 64)),
+    "scalars": ((), (), ()),
+}
+
+
+@pytest.mark.parametrize("function", [residual_gate_add, residual_gate_add_cuda])
+@pytest.mark.parametrize("shapes", MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_shapes_are_an_error(function, shapes):
+    with pytest.raises(ValueError, match=r"got residual float32.*expected"):
+        function(*(torch.zeros(shape) for shape in shapes))
+
+
+@pytest.mark.parametrize("gate", [(1,), (5, 1), (2, 1, 64), (2, 5, 1), (1, 1, 1)], ids=str)
+def test_gates_that_broadcast_are_eager(gate):
+    residual, update, gate = torch.randn(2, 5, 64), torch.randn(2, 5, 64), torch.randn(gate)
+    expected = residual_gate_add_reference(residual, update, gate)
+    assert torch.equal(residual_gate_add(residual, update, gate), expected)
+
+
 def test_gradients_are_eager():
     tensors = inputs(2, 5, 64, dtype=torch.float32, device="cpu")
     ours, eager = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
