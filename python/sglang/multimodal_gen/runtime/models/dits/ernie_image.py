@@ -43,6 +43,7 @@ from sglang.multimodal_gen.runtime.layers.layernorm import (
     RMSNorm,
     rms_norm,
 )
+from sglang.multimodal_gen.runtime.layers.packed_projections import project
 from sglang.multimodal_gen.runtime.layers.rotary import Rope
 from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
     SiluProjection,
@@ -194,6 +195,8 @@ class ErnieImageBlock(nn.Module):
 class ErnieImageAttention(nn.Module):
     """Multi-head attention with RMS-normalised, rotated queries and keys; no biases."""
 
+    PACKED = (("to_q", "to_k", "to_v"),)
+
     def __init__(self, params: ErnieImageParams, attention: AttentionBackend) -> None:
         super().__init__()
         dim, head = params.hidden_size, params.head_size
@@ -207,8 +210,8 @@ class ErnieImageAttention(nn.Module):
     def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """x [B, J, D] -> [B, J, D]."""
         q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_size))
-            for proj in (self.to_q, self.to_k, self.to_v)
+            part.unflatten(-1, (-1, self.head_size))
+            for part in project(x, self.to_q, self.to_k, self.to_v)
         )
         q, k = _ernie_qk_norm_rope(self.norm_q, self.norm_k, q, k, rope)
         return self.to_out[0](self.attention(q, k, v))

@@ -47,6 +47,7 @@ from sglang.kernels.ops.diffusion.triton.qk_layernorm_rope import (
 from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
 from sglang.multimodal_gen.runtime.layers.condition_memory import LayerMemory, layer_memory
 from sglang.multimodal_gen.runtime.layers.fused_site import run_site
+from sglang.multimodal_gen.runtime.layers.packed_projections import project
 from sglang.multimodal_gen.runtime.layers.rotary import Rope
 from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
     SiluProjection,
@@ -320,6 +321,8 @@ class GlmImageAttention(nn.Module):
     `to_out.1` is the reference's dropout, which does nothing here.
     """
 
+    PACKED = (("to_q", "to_k", "to_v"),)
+
     def __init__(self, params: GlmImageParams, attention: AttentionBackend) -> None:
         super().__init__()
         dim = params.hidden
@@ -339,7 +342,7 @@ class GlmImageAttention(nn.Module):
         # text comes first in the joint sequence
         text_tokens = txt.shape[1]
         joint = torch.cat([txt, img], dim=1)
-        q, k, v = (self._heads(proj(joint)) for proj in (self.to_q, self.to_k, self.to_v))
+        q, k, v = map(self._heads, project(joint, self.to_q, self.to_k, self.to_v))
         q, k = _glm_qk_norm_rope(q, k, text_tokens, rope)
         if memory is not None:
             k, v = memory.exchange(k, v)
