@@ -6,6 +6,7 @@ API errors are not reported, because cuda-bindings asks the driver for functions
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
@@ -20,6 +21,8 @@ from sglang.kernels.ops.diffusion.modulate_scale_shift import (  # noqa: E402
     modulate_scale_shift_cuda,
 )
 from sglang.kernels.ops.diffusion.residual_gate_add import residual_gate_add_cuda  # noqa: E402
+from sglang.kernels.ops.diffusion.triton.decode_attention import decode_attention  # noqa: E402
+from sglang.kernels.ops.diffusion.triton.gemv import gemv, gemv_qkv, gemv_swiglu  # noqa: E402
 from sglang.kernels.ops.diffusion.triton.layernorm_modulate import (  # noqa: E402
     fused_layernorm_modulate,
     fused_qk_head_layernorm,
@@ -34,16 +37,48 @@ from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rope import (  # noqa: E402
 from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rotate_half import (  # noqa: E402
     fused_qk_rmsnorm_rotate_half,
 )
+from sglang.kernels.ops.diffusion.triton.residual_rmsnorm import (  # noqa: E402
+    fused_residual_rmsnorm,
+)
 from sglang.kernels.ops.diffusion.triton.rmsnorm_scale_shift_bitexact import (  # noqa: E402
     fused_rmsnorm_scale_shift_bitexact,
     fused_scale_residual_rmsnorm_scale_shift_bitexact,
 )
+from sglang.kernels.ops.diffusion.triton.sample_token import sample_token  # noqa: E402
 
 ROWS, HIDDEN, HEADS, HEAD_DIM, EPS = 301, 4096, 5, 128, 1e-6
 
 
 def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def integers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device="cuda")
+
+
+def prior_calls() -> dict[str, Callable[[], object]]:
+    """The kernels of a prior's step: 6 queries of 2 keys, slot 200 of 256, the last token of 3."""
+    vector, matrix, bias = normal(1, 1, 1032), normal(38, 1032), normal(38)
+    query, key = normal(40, 1032), normal(8, 1032)
+    slots, partner = normal(2, 1, 2, 256, HEAD_DIM), integers(*range(HEAD_DIM)).roll(9)
+    table, slot = normal(201, HEAD_DIM), integers(200)
+    wide, noise = torch.rand(1, 16385, device="cuda"), torch.rand(3, 16385, device="cuda")
+    return {
+        "gemv": lambda: gemv(vector, matrix, bias),
+        "gemv_qkv": lambda: gemv_qkv(vector, query, key, key, []),
+        "gemv_swiglu": lambda: gemv_swiglu(vector, matrix),
+        "residual_rmsnorm": lambda: fused_residual_rmsnorm(
+            vector, vector, vector[0, 0], vector[0, 0], EPS
+        ),
+        "decode_attention": lambda: decode_attention(
+            normal(1, 1, 10 * HEAD_DIM), table, table, partner, *slots, slot
+        ),
+        "sample_token": lambda: sample_token(
+            normal(1, 1, 16385), noise, wide, integers(0, 0, 0), integers(0)[None], integers(2),
+            slot.clone(), 0.9, 50, 0.75,
+        ),
+    }  # fmt: skip
 
 
 @torch.inference_mode()
@@ -86,7 +121,7 @@ def main() -> None:
             )
         ),
     }
-    for name, call in calls.items():
+    for name, call in (calls | prior_calls()).items():
         call()
         torch.cuda.synchronize()
         print("ran", name)
