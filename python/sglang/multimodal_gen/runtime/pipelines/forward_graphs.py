@@ -97,7 +97,8 @@ class CapturedForward:
         self._inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         self._graph = torch.cuda.CUDAGraph()
         before = _gate_calls()
-        with torch.cuda.graph(self._graph):
+        # thread_local: what other threads of the caller do on the GPU does not end the capture
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._output = forward(*tree_unflatten(self._inputs, structure))
         self._calls = [
             (gate, gate.fused_calls - fused, gate.eager_calls - eager)
