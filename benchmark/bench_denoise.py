@@ -38,7 +38,7 @@ MODELS = {
     "glm-image": "GLM-Image",
 }
 KEY = ("model", "arm", "width", "height", "num_gpus", "layout")
-LONG_FIELDS = ("md5", "families", "family_rates", "layout", "num_gpus", "fallbacks")
+LONG_FIELDS = ("md5", "families", "family_rates", "drift", "layout", "num_gpus", "fallbacks")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class DenoiseRow:
     psnr_vs_diffusers_db: float | None  # of the final latents; None without that arm, or if equal
     families: dict[str, float] | None = None  # with --profile: kernel family -> ms a step
     family_rates: dict[str, dict[str, Any]] | None = None  # -> value, unit, pct_of_ceiling
+    # with --drift, of the high arm: relative L2 distance from the lossless latents after each step
+    drift: list[float] | None = None
 
 
 @dataclass
@@ -85,6 +87,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     flag("--steps", type=int, help="default: the model's")
     flag("--runs", type=int, default=3, help="runs of each arm; the first is dropped")
     flag("--profile", action="store_true", help="add kernel families (one more run)")
+    flag("--drift", action="store_true", help="add the high arm's distance from lossless by step")
     flag("--json", type=Path, help="merge the rows into this result file")
     args = parser.parse_args(words)
     try:
@@ -128,6 +131,8 @@ def bench_model(model: str, args: argparse.Namespace, failed: list[str]) -> list
     rows = list(make_rows(model, case, logs, floor_ms))
     if args.profile:
         rows = [profiled(row, case, failed) for row in rows]
+    if args.drift:
+        rows = [drifted(row, case, failed) if row.arm == "high" else row for row in rows]
     return rows
 
 
@@ -242,10 +247,17 @@ def profiled(row: DenoiseRow, case: "DenoiseCase", failed: list[str]) -> Denoise
     return replace(row, families=found[0], family_rates=found[1]) if found else row
 
 
+def drifted(row: DenoiseRow, case: "DenoiseCase", failed: list[str]) -> DenoiseRow:
+    """The high arm's row with its drift."""
+    from drift import drift_by_step
+
+    return replace(row, drift=attempt(f"{row.model} drift", failed, lambda: drift_by_step(case)))
+
+
 def report(rows: list[DenoiseRow], path: Path | None) -> None:
     """Write the rows of one model, then print them."""
     from results import merge_rows, print_table
-    from tables import family_table
+    from tables import drift_table, family_table
 
     table = [asdict(row) for row in rows]
     if path:
@@ -256,6 +268,9 @@ def report(rows: list[DenoiseRow], path: Path | None) -> None:
     with_families = [row for row in table if row["families"]]
     if with_families:
         print(family_table(with_families), flush=True)
+    with_drift = [row for row in table if row["drift"]]
+    if with_drift:
+        print(drift_table(with_drift), flush=True)
 
 
 def latents_md5(latents: "torch.Tensor") -> str:

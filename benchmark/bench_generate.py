@@ -210,12 +210,11 @@ class PromptBench:
 
 def print_attribution(generator: "DiffGenerator", rows: list[GenerateRow]) -> None:
     """Microbenchmark savings times calls, beside the measured end-to-end difference."""
-    import torch
     from attribution import site_savings, table_rows
     from tables import markdown
 
-    if not torch.cuda.is_available():
-        print("no attribution: it times kernels, and torch sees no GPU")
+    if generator.device.type != "cuda":
+        print(f"no attribution: it times kernels, and the model runs on {generator.device}")
         return
     arms = {row.arm: row for row in rows if row.prompt == rows[0].prompt}
     row = arms["lossless"]

@@ -28,6 +28,8 @@ from sglang.multimodal_gen.runtime.pipelines.step_clock import StepClock
 
 ARMS = ("eager", "lossless", "high", "diffusers", "diffusers-compile")
 OnStep = Callable[[int], None]  # takes how many steps are done
+# image, how many steps are done, its latents, their velocity
+OnEstimate = Callable[[ImageState, int, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,20 @@ class DenoiseCase(ABC):
     ) -> torch.Tensor:
         """One step's velocity as diffusers' pipeline computes it. timestep is 0-dimensional."""
 
-    def run(self, arm: str, steps: int | None = None, on_step: OnStep | None = None) -> ArmRun:
-        """One denoising from the same noise. `on_step` is called after each step."""
+    def run(
+        self,
+        arm: str,
+        steps: int | None = None,
+        on_step: OnStep | None = None,
+        on_estimate: OnEstimate | None = None,
+    ) -> ArmRun:
+        """One denoising from the same noise. `on_step` is called after each step; `on_estimate`
+        before it is taken, by this engine's arms only."""
         for gate in all_gates():
             gate.reset_counters()
         with torch.inference_mode(), numeric_switches(self.device):
             batch = self._batch(steps, on_step)
+            batch.on_estimate = on_estimate
             if arm.startswith("diffusers"):
                 return self._run_reference(arm, batch)
             quality = "high" if arm == "high" else "lossless"

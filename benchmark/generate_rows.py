@@ -1,6 +1,7 @@
 """The rows of generate.json, made of an arm's results, and their tables."""
 
 import hashlib
+import math
 import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -109,12 +110,11 @@ def median_stages(results: list["GenerationResult"]) -> dict[str, float]:
 
 
 def prior_tokens(width: int, height: int) -> int:
-    """Tokens that GLM-Image's prior names for a picture: the preview's and its own."""
-    from sglang.multimodal_gen.runtime.loader.dummy_glm import GlmByteProcessor
-
-    sizes = {"target_h": height, "target_w": width, "return_tensors": "pt"}
-    grids = GlmByteProcessor(image_start_token=0)(text=[""], **sizes)["image_grid_thw"]
-    return int(grids.prod(dim=1).sum())
+    """Tokens that GLM-Image's prior names for a picture made from text alone: one for each 32x32
+    pixels, after those of a preview of about 16x16."""
+    rows, columns = height // 32, width // 32
+    longer = math.sqrt(rows / columns)
+    return rows * columns + int(16 * longer) * int(16 / longer)
 
 
 def print_rows(rows: list[GenerateRow]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tables import family_table, markdown, number
+from tables import drift_table, family_table, markdown, number
 
 Row = dict[str, Any]
 Content = dict[str, Any]
@@ -35,6 +35,15 @@ def families(folder: Path) -> Iterator[str]:
     for (model, size), rows in groups.items():
         command = f"{denoise_command(rows)} --profile"
         yield f"{_title(content, f'{model}, {size}', command)}\n\n{family_table(rows)}"
+
+
+def drift(folder: Path) -> Iterator[str]:
+    """How the high tier leaves the lossless one step by step, at the published sizes."""
+    content = read(folder, "denoise")
+    rows = [row for row in by_model((content or {"rows": []})["rows"]) if row.get("drift")]
+    if rows:
+        command = f"{denoise_command(rows)} --drift"
+        yield f"{_title(content, 'Drift of the latents', command)}\n\n{drift_table(rows)}"
 
 
 def quality(folder: Path) -> Iterator[str]:
@@ -226,4 +235,5 @@ BLOCKS: dict[str, Callable[[Path], Iterator[str]]] = {
     "results": results,
     "families": families,
     "quality": quality,
+    "drift": drift,
 }

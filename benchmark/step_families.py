@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from denoise_arms import DenoiseCase
 from op_counts import OpCounts, per_step, tensor_bytes
+from tables import GAPS
 from torch.utils._pytree import tree_leaves
 
 from sglang.multimodal_gen.runtime.layers.fused_site import SiteRecord, observe_sites
@@ -24,7 +25,6 @@ from sglang.multimodal_gen.runtime.profiling import family_of
 
 WARM_STEPS = 6  # the chip settles at the clocks that a long run has
 PROFILED_STEPS = 5
-GAPS = "gaps"
 FUSED = "fused (this package)"
 # what a type or a layout adds to the name of a fused op's kernel
 KERNEL_SUFFIX = re.compile(r"(_kernel|_row|_full|_bf16|_fp16|_fp32|_half|_float|_\d+)+$")
@@ -143,7 +143,7 @@ def observed_sites(case: DenoiseCase, arm: str) -> list[SiteRecord]:
         case.run(arm, 2)
     for record in sites.values():
         record.calls //= 2
-    return [site for site in sites.values() if site.fused and not site.gate.disabled]
+    return [s for s in sites.values() if s.fused and s.gate.is_verified(s.signature)]
 
 
 def fused_kernels(

@@ -7,7 +7,9 @@ import bench_denoise
 import pytest
 import torch
 from bench_denoise import ARMS, latents_md5, make_rows, parse_args, psnr_db, run_arms
+from drift import drift_by_step, latents_by_step, relative_distance
 from op_counts import Attention, Gemm, per_step
+from tables import drift_table
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -117,7 +119,7 @@ def _raise(compiled):
 
 def test_rows_of_each_model_are_written_before_the_next_runs(cases, monkeypatch, tmp_path):
     path = tmp_path / "denoise.json"
-    args = argparse.Namespace(arms=["eager"], runs=2, profile=False)
+    args = argparse.Namespace(arms=["eager"], runs=2, profile=False, drift=False)
     written = []
     monkeypatch.setattr("results.write_result_file", _write_plain)
     for model in ("flux1-dev", "glm-image"):
@@ -129,6 +131,30 @@ def test_rows_of_each_model_are_written_before_the_next_runs(cases, monkeypatch,
 
 def _write_plain(path, body, num_gpus):
     path.write_text(json.dumps(body))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_drift_has_one_distance_a_step(cases, model):
+    """On the CPU no fusion of the high tier is mounted, so nothing drifts."""
+    assert drift_by_step(cases[model]) == [0.0, 0.0, 0.0]
+    steps = latents_by_step(cases[model], "lossless")
+    assert torch.equal(steps[-1], cases[model].run("eager").latents)
+    assert not torch.equal(steps[0], steps[1])
+
+
+def test_relative_distance():
+    reference = torch.tensor([3.0, 4.0])
+    assert relative_distance(reference * 1.1, reference) == pytest.approx(0.1, rel=1e-6)
+
+
+def test_drift_table_shows_every_tenth_step_and_the_last():
+    rows = [{"model": "a", "drift": [0.001] * 12}, {"model": "b", "drift": [0.1, 0.2, 0.3, 0.4]}]
+    assert drift_table(rows).splitlines() == [
+        "| after step | 1 | 4 | 10 | 12 |",
+        "| --- | --- | --- | --- | --- |",
+        "| a | 1.0e-03 | 1.0e-03 | 1.0e-03 | 1.0e-03 |",
+        "| b | 1.0e-01 | 4.0e-01 |  |  |",
+    ]
 
 
 def test_psnr_of_latents():

@@ -72,7 +72,7 @@ class _Unclosed:
     """A generator that outlives the `with` block of one test."""
 
     def __init__(self, generator):
-        self.generate = generator.generate
+        self.generate, self.device = generator.generate, generator.device
 
     def __enter__(self):
         return self

@@ -5,7 +5,7 @@ import json
 import print_results
 import pytest
 from print_results import filled
-from result_tables import families, quality, results
+from result_tables import drift, families, quality, results
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -139,8 +139,16 @@ def test_quality_is_the_bundled_model_s_prompt_by_prompt(tmp_path):
     ]
 
 
+def test_drift_of_each_high_arm(tmp_path):
+    rows = [denoise_row("flux1-dev", "high", drift=[0.01, 0.02]), denoise_row("flux1-dev", "eager")]
+    write(tmp_path, "denoise", rows)
+    (text,) = drift(tmp_path)
+    assert "--arms high --drift`)" in text
+    assert text.splitlines()[-1] == "| flux1-dev | 1.0e-02 | 2.0e-02 |"
+
+
 def test_no_results_no_tables(tmp_path):
-    assert [list(block(tmp_path)) for block in (results, families, quality)] == [[], [], []]
+    assert [list(block(tmp_path)) for block in (results, families, quality, drift)] == [[]] * 4
 
 
 def test_the_shipped_results_can_be_printed(capsys):

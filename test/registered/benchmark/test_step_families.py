@@ -146,5 +146,6 @@ def test_the_table_has_one_column_an_arm_and_the_gaps_last():
         "| gemm | 8.00 (690 TFLOP/s, 99 %) | 8.50 |",
         "| norm | 1.00 |  |",
         "| gaps | 3.00 |  |",
+        "| GPU busy | 75.0 % | 100.0 % |",
         "| **step** | **12.00** | **8.50** |",
     ]
