@@ -19,7 +19,7 @@ MAX_JSON_BYTES = 2 * 2**20  # prompts are at most 64 KiB each
 MAX_FORM_BYTES = MAX_FILE_BYTES + 2**20
 MAX_FORM_FIELDS = 64
 BODY_TIMEOUT_S = 60.0
-MAX_DISCARDED_BYTES, DISCARD_TIMEOUT_S = 2**28, 5.0
+MAX_DISCARDED_BYTES, DISCARD_TIMEOUT_S = 2**28, 2.0
 
 
 async def json_body(request: Request) -> dict[str, Any]:
