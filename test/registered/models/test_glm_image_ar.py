@@ -10,11 +10,13 @@ from PIL import Image
 from transformers import GenerationConfig
 
 from sglang.kernels.ops.diffusion.bitexact_gate import fast_paths, tensors_equal
+from sglang.multimodal_gen.runtime.models import glm_image_ar
 from sglang.multimodal_gen.runtime.models.glm_image_ar import (
     GLM_AR_GRAPH,
     GLM_AR_KERNELS,
     GlmImageDecoder,
     _probe,
+    sdpa,
     token_positions,
 )
 from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import (
@@ -206,7 +208,7 @@ def test_settings_that_the_sampler_lacks_are_refused():
 def test_the_graph_names_the_tokens_of_the_loop_without_it(processor, dtype, rule):
     on_gpu = glm_ar_model().to("cuda", dtype)
     decoder = GlmImageDecoder(on_gpu, RULES.get(rule, SamplingRule()))
-    GLM_AR_GRAPH.reset()
+    GLM_AR_GRAPH.reset(), GLM_AR_KERNELS.reset()
     for size in SIZES:
         inputs = inputs_of(processor, "a cat", *size)
         ids, grids = inputs["input_ids"].to("cuda"), grids_of(inputs)
@@ -220,3 +222,36 @@ def test_the_graph_names_the_tokens_of_the_loop_without_it(processor, dtype, rul
         assert expected.unique().numel() > 4
     state = GLM_AR_GRAPH.state()
     assert state.status == "verified" and not state.eager_calls, state
+    kernels = GLM_AR_KERNELS.state()
+    if dtype == torch.bfloat16:
+        assert kernels.status == "unseen", kernels
+    else:
+        assert kernels.eager_calls == 9 and "torch.float32" in kernels.reason, kernels
+
+
+def greedy_logits(model, inputs, device, dtype):
+    """Logits [16, V] of the loop's step where each token is the float32 model's."""
+    decoder = GlmImageDecoder(glm_ar_model().to(device, dtype), SamplingRule())
+    expected = GlmImageDecoder(model, SamplingRule()).generate(inputs["input_ids"], [(4, 4)], None)
+    with torch.inference_mode(), sdpa(torch.device(device)):
+        state = decoder.start(inputs["input_ids"].to(device), [(4, 4)], None)
+        rows = [state.logits.clone()]
+        for token in expected[:-1]:
+            state.token.fill_(int(token))
+            decoder.advance(state)
+            rows.append(state.logits.clone())
+    return torch.cat(rows).cpu(), state.fused
+
+
+@pytest.mark.cuda
+def test_fused_steps_are_as_close_to_float32_as_plain_ones(model, processor, monkeypatch):
+    inputs = inputs_of(processor, "a cat", 64, 64)
+    exact, _ = greedy_logits(model, inputs, "cpu", torch.float32)
+    fused, is_fused = greedy_logits(model, inputs, "cuda", torch.bfloat16)
+    monkeypatch.setattr(glm_image_ar, "unfused_reason", lambda *arguments: "for this test")
+    plain, is_plain = greedy_logits(model, inputs, "cuda", torch.bfloat16)
+    assert is_fused and not is_plain
+    distance = {name: (x - exact).norm() for name, x in (("fused", fused), ("plain", plain))}
+    # Two roundings of one chain, so the distances are two draws of one size.
+    assert distance["fused"] < 1.5 * distance["plain"], distance
+    assert distance["plain"] < 0.1 * exact.norm(), distance
