@@ -240,12 +240,14 @@ def test_a_model_takes_so_many_pictures():
     ],
 )
 def test_a_strength_that_cannot_act_gives_one_warning(spec, given, words, caplog):
+    caplog.set_level("WARNING", logger="sglang")
     SamplingParams(prompt="a", **given).resolve(spec)
     assert [words in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("spec", [IMG2IMG, CONDITION, PLAIN])
 def test_no_warning_when_nothing_was_asked(spec, caplog):
+    caplog.set_level("WARNING", logger="sglang")
     for given in ({}, {"image": ramp()} if spec.edits else {}):
         SamplingParams(prompt="a", **given).resolve(spec).resolve(spec)
     assert caplog.records == []

@@ -4,8 +4,6 @@ Of a batch, diffusers draws the posterior sample once, from the first generator,
 is not that of its own seed; here it is. Batches are therefore compared with single calls.
 """
 
-import logging
-
 import numpy as np
 import pytest
 import torch
@@ -159,7 +157,7 @@ def test_the_report_says_what_it_started_from(engine):
 
 
 def test_a_stretched_picture_is_said_once(engine, caplog):
-    logging.getLogger("sglang").setLevel("WARNING")
+    caplog.set_level("WARNING", logger="sglang")
     for source, count in (((80, 48), 1), ((640, 640), 0), ((100, 96), 0)):
         caplog.clear()
         engine.generate("a", image=picture(*source), num_inference_steps=1, seed=[1], **SMALL)

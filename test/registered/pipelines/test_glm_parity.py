@@ -87,7 +87,7 @@ class OurTrace(Trace):
         self.note(text=args[0], prior_ids=args[1])
 
     def _transformer(self, module, args, output):
-        latents, _, _, timestep, size, _ = args
+        latents, _, _, timestep, size, *_ = args
         self.note(latents=latents, timestep=timestep, size=size, velocity=output)
 
 

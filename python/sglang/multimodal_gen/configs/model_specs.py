@@ -44,6 +44,8 @@ class ModelSpec:
     # how pictures of the request act: noised and denoised again, or read beside the text
     edits: Literal["img2img", "condition"] | None = None
     max_condition_images: int = 1  # where the model edits
+    min_condition_side: int = 1  # pixels
+    max_condition_ratio: float | None = None  # of the longer side to the shorter
     strength: float | None = None  # of img2img
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> "ModelSpec":
@@ -92,6 +94,10 @@ _GLM_IMAGE = ModelSpec(
     max_sequence_length=2048,
     max_sequence_length_limit=2048,
     tokens_a_multiple=2,  # a token of the prior covers 2x2 tokens of the transformer
+    edits="condition",
+    max_condition_images=4,  # a picture of 1024x1024 adds 2 GB of keys and values in bf16
+    min_condition_side=16,  # what its processor takes, as is the ratio
+    max_condition_ratio=4.0,
 )
 
 _ERNIE_IMAGE = ModelSpec(

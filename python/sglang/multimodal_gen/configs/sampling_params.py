@@ -1,6 +1,7 @@
 """What one request asks: checked once, here, for Python, the command line and HTTP alike."""
 
 import logging
+import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -289,3 +290,12 @@ def _check_edit(images: tuple[ConditionImage, ...], spec: "ModelSpec") -> None:
     if len(images) > spec.max_condition_images:
         expected = f"at most {spec.max_condition_images} for this model ({spec.pipeline_class})"
         raise InvalidParameter("image", f"got {count}, expected {expected}")
+    for picture in images:
+        short, long = sorted((picture.width, picture.height))
+        got = f"got a picture of {picture.width}x{picture.height}"
+        if short < spec.min_condition_side:
+            expected = f"sides of at least {spec.min_condition_side} pixels for this model"
+            raise InvalidParameter("image", f"{got}, expected {expected}")
+        if long > short * (spec.max_condition_ratio or math.inf):
+            expected = f"sides of at most {spec.max_condition_ratio:g} to 1 for this model"
+            raise InvalidParameter("image", f"{got}, expected {expected}; crop it")

@@ -24,10 +24,10 @@ from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import SamplingR
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import FlowMatchEulerConfig
 from sglang.multimodal_gen.runtime.pipelines.base import LoadProgress, Pipeline
 from sglang.multimodal_gen.runtime.pipelines.residency import offloads_text_encoders
+from sglang.multimodal_gen.runtime.pipelines.stages.glm_conditions import GlmConditionLatentStage
 from sglang.multimodal_gen.runtime.pipelines.stages.glm_sampling import (
     GlmDecodingStage,
     GlmDenoisingStage,
-    GlmLatentPreparationStage,
     GlmTimestepPreparationStage,
 )
 from sglang.multimodal_gen.runtime.pipelines.stages.glyph_encoding import GlyphEncodingStage
@@ -76,7 +76,7 @@ def build_glm_image(
     on_load("ready", 4, 4)
 
     glyphs = GlyphEncodingStage(tokenizer, t5, device, dit)
-    latents = GlmLatentPreparationStage(params.in_channels, vae_scale, dit, device)
+    latents = GlmConditionLatentStage(params.in_channels, vae_scale, dit, device, vae=vae)
     timesteps = GlmTimestepPreparationStage(scheduler, device)
     return Pipeline(
         spec=spec,
@@ -110,14 +110,13 @@ def _prior_stage(
 ) -> GlmImageARStage:
     from transformers import GlmImageProcessor
 
-    processor = loader.tokenizer(
-        "processor", GlmImageProcessor, GlmByteProcessor(ar.config.image_start_token_id)
-    )
+    stand_in = GlmByteProcessor(ar.config.image_start_token_id, ar.config)
+    processor = loader.tokenizer("processor", GlmImageProcessor, stand_in)
     return GlmImageARStage(
         processor=processor,
+        model=ar,
         decoder=GlmImageDecoder(ar, SamplingRule.from_generation_config(ar.generation_config)),
         codebook=params.prior_vq_quantizer_codebook_size,
-        end_token=ar.config.image_end_token_id,
         device=loader.device,
     )
 

@@ -18,6 +18,7 @@ from sglang.multimodal_gen.runtime.pipelines.stages.denoising import DenoisingSt
 from sglang.multimodal_gen.runtime.pipelines.stages.latent_preparation import LatentPreparationStage
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
     BatchState,
+    ConditionState,
     ImageState,
     TextEmbeds,
 )
@@ -70,9 +71,16 @@ class GlmDenoisingStage(DenoisingStage):
     dtype: torch.dtype  # of the transformer
     vae_scale: int
 
+    def __call__(self, batch: BatchState) -> None:
+        if batch.conditions:
+            batch.memory = torch.cat([self._remember(c) for c in batch.conditions], dim=3)
+        super().__call__(batch)
+        batch.memory = None
+
     def denoise(self, image: ImageState, batch: BatchState, label: str) -> torch.Tensor:
         """The loop over timesteps. Returns latents of the same shape."""
         image.text = self._project(image, image.text, drop_prior=False)
+        image.text = replace(image.text, memory=batch.memory)
         if batch.true_cfg:
             image.negative_text = self._project(image, image.negative_text, drop_prior=True)
         latents = super().denoise(image, batch, label)
@@ -84,6 +92,12 @@ class GlmDenoisingStage(DenoisingStage):
             text.tokens, image.prior_ids, drop_prior=drop_prior
         )
         return replace(text, tokens=tokens, prior=prior)
+
+    def _remember(self, condition: ConditionState) -> torch.Tensor:
+        latents, p = condition.latents, self.transformer.params
+        patches = (latents.shape[2] // p.patch_size, latents.shape[3] // p.patch_size)
+        rope = _rope(*patches, p.attention_head_dim, self.device)
+        return self.transformer.remember(latents, condition.prior_ids, rope, condition.size)
 
     def _velocity(
         self,
@@ -99,7 +113,7 @@ class GlmDenoisingStage(DenoisingStage):
         rope = _rope(*patches, params.attention_head_dim, self.device)
         size = _size(height * self.vae_scale, width * self.vae_scale, self.dtype, self.device)
         velocity = self._forward(
-            latents.to(self.dtype), text.tokens, text.prior, timestep - 1, size, rope
+            latents.to(self.dtype), text.tokens, text.prior, timestep - 1, size, rope, text.memory
         )
         return velocity.float()
 

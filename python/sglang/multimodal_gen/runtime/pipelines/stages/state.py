@@ -25,6 +25,8 @@ class TextEmbeds:
     tokens: torch.Tensor  # [1, T, joint_attention_dim]
     pooled: torch.Tensor | None = None  # [1, pooled_projection_dim], where the model reads it
     prior: torch.Tensor | None = None  # [1, S, D] projected prior tokens, where there are any
+    # [layers, 2, 1, M, H, E] keys and values of condition images, where it is read with them
+    memory: torch.Tensor | None = None
     rows: Iterator[torch.Tensor] | None = None  # each step's modulation [1, R], where hoisted
 
 
@@ -52,6 +54,15 @@ class ImageState:
 
 
 @dataclass
+class ConditionState:
+    """One picture of the request that the model reads beside the text."""
+
+    prior_ids: torch.Tensor  # int64 [1, S'], as of an image
+    size: tuple[int, int]  # (height, width) in pixels that it is read at
+    latents: torch.Tensor | None = None  # [1, C, h', w'], normalised
+
+
+@dataclass
 class BatchState:
     """All images of one request, with what every stage may read."""
 
@@ -59,5 +70,7 @@ class BatchState:
     images: list[ImageState]
     on_progress: ProgressCallback
     true_cfg: bool = False
+    conditions: list[ConditionState] = field(default_factory=list)
+    memory: torch.Tensor | None = None  # of `TextEmbeds`, while images are denoised
     on_estimate: EstimateCallback | None = None  # hears of every step's velocity
     mounted: dict[str, str | None] = field(default_factory=dict)  # fusion -> why not, None if so
