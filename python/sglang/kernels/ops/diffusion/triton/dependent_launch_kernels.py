@@ -11,3 +11,11 @@ def begin(PDL: tl.constexpr) -> None:
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def prefetch(ptrs: tl.tensor) -> None:
+    """Bring the lines of these addresses into L2. One address a line of 128 bytes is enough."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], tl.int32, is_pure=False, pack=1
+    )

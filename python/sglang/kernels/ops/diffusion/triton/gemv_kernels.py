@@ -59,9 +59,10 @@ def gemv_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
     rows = tl.minimum(rows, N - 1)
-    y = _row_dots(x_ptr, weight_ptr, rows, K, BLOCK_K, UNROLL, PDL)
+    bias = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BIAS:
-        y += tl.load(bias_ptr + rows).to(tl.float32)
+        bias = tl.load(bias_ptr + rows).to(tl.float32)
+    y = _row_dots(x_ptr, weight_ptr, rows, K, BLOCK_K, UNROLL, PDL) + bias
     tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -92,9 +93,10 @@ def gemv_qkv_kernel(
     elif first >= NQ:
         weight_ptr, bias_ptr, start = k_weight_ptr, k_bias_ptr, NQ
     rows = first - start + tl.arange(0, BLOCK_N)
-    y = _row_dots(x_ptr, weight_ptr, rows, K, BLOCK_K, UNROLL, PDL)
+    bias = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BIAS:
-        y += tl.load(bias_ptr + rows).to(tl.float32)
+        bias = tl.load(bias_ptr + rows).to(tl.float32)
+    y = _row_dots(x_ptr, weight_ptr, rows, K, BLOCK_K, UNROLL, PDL) + bias
     tl.store(out_ptr + start + rows, y.to(out_ptr.dtype.element_ty))
 
 

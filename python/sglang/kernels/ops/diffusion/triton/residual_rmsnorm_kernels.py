@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sglang.kernels.ops.diffusion.triton.dependent_launch_kernels import begin
+from sglang.kernels.ops.diffusion.triton.dependent_launch_kernels import begin, prefetch
 from sglang.kernels.ops.diffusion.triton.ptx import (
     add_rn,
     div_rn,
@@ -45,6 +45,7 @@ def residual_rmsnorm_kernel(
     eps: tl.tensor,
     D: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
+    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One program = one row. Not HAS_UPDATE: x is normed, and `update*`, `sum` are unused.
@@ -52,6 +53,10 @@ def residual_rmsnorm_kernel(
     A value is computed again in each pass rather than read back: its inputs are in L1.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    lines = tl.arange(0, LINES) * 64 % D  # the weights are cold: a step reads each once
+    prefetch(weight_ptr + lines)
+    if HAS_UPDATE:
+        prefetch(update_weight_ptr + lines)
     begin(PDL)
     row = tl.program_id(0).to(tl.int64) * D
     x_ptr, update_ptr, sum_ptr, out_ptr = (
