@@ -40,7 +40,7 @@ class CaseSetup:
     width: int | None = None  # None: the model's default, as for the other two
     height: int | None = None
     steps: int | None = None
-    device: torch.device = torch.device("cuda")  # noqa: RUF009 - immutable
+    device: torch.device = torch.device("cuda")
     dtype: torch.dtype = torch.bfloat16
     attention: str = "cudnn"  # of this engine, and of diffusers where it lets itself be told
 

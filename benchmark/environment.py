@@ -1,6 +1,7 @@
 """The header object of every result file: which machine, which versions, which commit."""
 
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -109,6 +110,7 @@ def _git(*arguments: str) -> str:
     return result.stdout.strip()
 
 
+@functools.cache  # rows are written after every arm, and the tool takes a while
 def _driver_version() -> str:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tables import drift_table, family_table, markdown, number
+from targets import target_table
 
 Row = dict[str, Any]
 Content = dict[str, Any]
@@ -21,6 +22,14 @@ def results(folder: Path) -> Iterator[str]:
         content = read(folder, name)
         if content is not None:
             yield render(content)
+
+
+def targets(folder: Path) -> Iterator[str]:
+    """The targets, each beside what was measured."""
+    contents = {name: read(folder, name) for name in ("denoise", "generate", "kernels")}
+    files = {name: content["rows"] for name, content in contents.items() if content is not None}
+    if files:
+        yield target_table(files)
 
 
 def families(folder: Path) -> Iterator[str]:
@@ -87,22 +96,7 @@ def render_generate(content: Content) -> str:
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in by_model(content["rows"]):
         groups.setdefault((row["model"], row["arm"], _size(row)), []).append(row)
-    cells = [
-        (
-            *names,
-            str(len(rows)),
-            str(rows[0]["runs"]),
-            f"{_median(rows, 'wall_s'):.3f}",
-            f"{_median(rows, 'denoise_s'):.3f}",
-            _prior(rows[0]),
-            number(rows[0].get("first_request_s"), 1),
-            number(rows[0].get("load_s"), 1),
-            _gib(rows[0]),
-            str(max(len(set(row["md5"])) for row in rows)),
-            _similarity(rows),
-        )
-        for names, rows in groups.items()
-    ]
+    cells = [(*names, *_generate_cells(rows)) for names, rows in groups.items()]
     columns = (
         "model",
         "arm",
@@ -113,15 +107,27 @@ def render_generate(content: Content) -> str:
         "denoise s",
         "prior s (tokens/s)",
     )
-    columns += (
-        "first request s",
-        "load s",
-        "peak GiB",
-        "distinct md5",
-        "PSNR dB / SSIM vs lossless",
-    )
+    columns += ("first request s", "load s", "peak GiB", "distinct md5")
+    columns += ("PSNR dB / SSIM vs lossless",)
     command = generate_command([rows[0] for rows in groups.values()])
     return f"{_title(content, 'Whole images', command)}\n\n{markdown(columns, cells)}"
+
+
+def _generate_cells(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Of one model, arm and size: medians over its prompts."""
+    first = rows[0]
+    return (
+        str(len(rows)),
+        str(first["runs"]),
+        f"{_median(rows, 'wall_s'):.3f}",
+        f"{_median(rows, 'denoise_s'):.3f}",
+        _prior(first),
+        number(first.get("first_request_s"), 1),
+        number(first.get("load_s"), 1),
+        _gib(first),
+        str(max(len(set(row["md5"])) for row in rows)),
+        _similarity(rows),
+    )
 
 
 def render_prior(content: Content) -> str:
@@ -233,6 +239,7 @@ RESULTS: dict[str, Callable[[Content], str]] = {
 }
 BLOCKS: dict[str, Callable[[Path], Iterator[str]]] = {
     "results": results,
+    "targets": targets,
     "families": families,
     "quality": quality,
     "drift": drift,

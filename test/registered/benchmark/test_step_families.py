@@ -4,6 +4,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import step_families
 import torch
 from op_counts import Attention, Gemm, OpCounts, tensor_bytes
 from step_families import (
@@ -149,3 +150,18 @@ def test_the_table_has_one_column_an_arm_and_the_gaps_last():
         "| GPU busy | 75.0 % | 100.0 % |",
         "| **step** | **12.00** | **8.50** |",
     ]
+
+
+def test_one_arm_s_profile(cases, monkeypatch):
+    """The whole of it on the CPU, but for the profiler's launches."""
+    launches = [
+        Kernel("nvjet_tst", 0, 4000),
+        Kernel("flash_fwd", 4000, 5000),
+        Kernel("void at::native::elementwise_kernel", 5000, 6000),
+    ]
+    monkeypatch.setattr(step_families, "profiled_steps", lambda case, arm: (launches, [7.0]))
+    for arm in ("eager", "lossless", "diffusers", "diffusers-compile"):
+        families, rates = step_families.profile_arm(cases["flux1-dev"], arm, CEILINGS)
+        assert families == {"gemm": 4.0, "attention": 1.0, "elementwise": 1.0, "gaps": 1.0}
+        rated = {"gemm", "attention"} | ({"elementwise"} if arm != "diffusers-compile" else set())
+        assert rates.keys() == rated
