@@ -5,9 +5,8 @@ static key/value cache: every step runs the same operations on the same addresse
 place from the device, so that there is no synchronisation in the loop. On a GPU a step is replayed
 as a CUDA graph, once its logits and tokens have proven equal to the same steps without the graph.
 
-Attention over the static cache is masked and so may round otherwise than over a growing one, and
-norms sum in another order; in half precision the lossless reference of the graph is therefore this
-loop, not `generate`.
+In half precision attention over the static cache and the sums of norms and products round otherwise
+than `generate`'s; the lossless reference of the graph is therefore this loop, not `generate`.
 
 Shape legend: T prompt tokens, N tokens to name, L cache slots (at least T + N), D hidden, K key
 heads, Q query heads, E head size, V vocabulary of image tokens.
