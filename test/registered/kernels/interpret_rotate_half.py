@@ -66,7 +66,7 @@ def check(rms: bool, batch: int, tokens: int, heads: int, head_dim: int, text: i
     outs = [torch.full((batch, tokens, heads, head_dim), float("nan")) for _ in range(2)]
     kernels.qk_rotate_half_kernel[(tokens, batch)](
         q, k, *weights, cos, sin, *outs, tokens * 3 * width // 8, 3 * width // 8, head_dim // 8,
-        text, float(EPS), rms, heads, head_dim, 4,
+        text, float(EPS), rms, text < tokens, heads, head_dim, 4,
     )  # fmt: skip
     for x, weight, out in zip((q, k), weights, outs, strict=True):
         rows = x.reshape(-1, head_dim).numpy()
@@ -88,6 +88,7 @@ def main() -> None:
         check(rms, batch, tokens, heads, head_dim, 0)
         if not rms:
             check(rms, batch, tokens, heads, head_dim, 1)
+            check(rms, batch, tokens, heads, head_dim, tokens)
     print(f"{len(cases)} cases agree")
 
 

@@ -1,5 +1,7 @@
 """What the kernels of q and k heads `[B, S, H, D]` share: accepted inputs, tiles, strides."""
 
+from typing import Any
+
 import torch
 
 from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
@@ -46,6 +48,11 @@ def table_fits(
 def head_strides(x: torch.Tensor) -> tuple[int, ...]:
     """Strides of the batch, token and head axes; 0 where the axis has one entry."""
     return tuple(0 if x.shape[d] == 1 else x.stride(d) for d in range(3))
+
+
+def new_heads(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """New contiguous tensors like q and k: the fake of the ops that take and give one stream."""
+    return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def head_tile(heads: int, head_dim: int, elements: int, a_thread: int = VECTOR) -> dict[str, int]:

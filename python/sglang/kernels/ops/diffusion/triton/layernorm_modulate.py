@@ -31,6 +31,8 @@ import torch
 import torch.nn.functional as F
 
 from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
+from sglang.kernels.ops.diffusion.triton.head_streams import new_heads
+from sglang.kernels.ops.diffusion.triton.qk_rotate_half import aot_signature, halves_fit, launch
 from sglang.kernels.registration import register_op, wants_gradient
 
 VECTOR = 4  # elements that an aten thread loads at a time
@@ -188,6 +190,8 @@ def _qk_head_layernorm(q: torch.Tensor, k: torch.Tensor, eps: float) -> QK:
             "last axis dense, batch and token axes mergeable; test with "
             "can_use_fused_qk_head_layernorm and run qk_head_layernorm_reference otherwise"
         )
+    if halves_fit(q, k):
+        return launch(q, k, None, None, 0, eps)  # the fewest merges and shuffles
     batch, sequence, heads, head_dim = q.shape
     out_q, out_k = q.new_empty(q.shape), k.new_empty(k.shape)
     rows = batch * sequence * heads
@@ -211,16 +215,10 @@ def _layernorm_modulate_fake(
     return x.new_empty(x.shape)
 
 
-def _qk_head_layernorm_fake(q: torch.Tensor, k: torch.Tensor, eps: float) -> QK:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
 _layernorm_modulate_op = register_op(
     "fused_layernorm_modulate", _layernorm_modulate, _layernorm_modulate_fake
 )
-_qk_head_layernorm_op = register_op(
-    "fused_qk_head_layernorm", _qk_head_layernorm, _qk_head_layernorm_fake
-)
+_qk_head_layernorm_op = register_op("fused_qk_head_layernorm", _qk_head_layernorm, new_heads)
 
 
 def fused_layernorm_modulate(
@@ -257,7 +255,7 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str
         _aot(kernels.qk_head_layernorm_kernel, pointer, _qk_options(heads, head_dim), QK_WARPS)
         for pointer, heads, head_dim in [("*bf16", 32, 128), ("*fp16", 3, 40)]
     ]
-    return modulate + qk
+    return modulate + qk + [aot_signature("*bf16", None, False, 32, 128)]
 
 
 def _aot(

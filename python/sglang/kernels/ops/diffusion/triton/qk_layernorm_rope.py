@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from sglang.kernels.ops.diffusion.triton.head_streams import table_fits
+from sglang.kernels.ops.diffusion.triton.head_streams import new_heads, table_fits
 from sglang.kernels.ops.diffusion.triton.layernorm_modulate import qk_head_layernorm_reference
 from sglang.kernels.ops.diffusion.triton.qk_rotate_half import (
     HEAD_DIMS,
@@ -91,21 +91,10 @@ def _qk_layernorm_rope(
             "gradient; ask can_use_fused_qk_layernorm_rope first and run the eager chain where it "
             "says no"
         )
-    return launch(q, k, None, cos, sin, text_tokens, eps)
+    return launch(q, k, None, (cos, sin), text_tokens, eps)
 
 
-def _fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    text_tokens: int,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-_op = register_op("qk_layernorm_rope", _qk_layernorm_rope, _fake)
+_op = register_op("qk_layernorm_rope", _qk_layernorm_rope, new_heads)
 
 
 def fused_qk_layernorm_rope(

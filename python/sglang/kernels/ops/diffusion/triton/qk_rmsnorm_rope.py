@@ -32,6 +32,7 @@ from sglang.kernels.ops.diffusion.triton.head_streams import (
     VECTOR,
     head_strides,
     head_tile,
+    new_heads,
     stream_fits,
     table_fits,
 )
@@ -166,18 +167,6 @@ def _qk_rmsnorm_rope(
     return _launch(None, (q, k, q_weight, k_weight), cos, sin, eps)
 
 
-def _qk_rmsnorm_rope_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
 def _joint_qk_rmsnorm_rope(
     txt_q: torch.Tensor,
     txt_k: torch.Tensor,
@@ -231,7 +220,7 @@ def _rejection(op: str, **tensors: torch.Tensor) -> str:
     )
 
 
-_op = register_op("qk_rmsnorm_rope", _qk_rmsnorm_rope, _qk_rmsnorm_rope_fake)
+_op = register_op("qk_rmsnorm_rope", _qk_rmsnorm_rope, new_heads)
 _joint_op = register_op(
     "joint_qk_rmsnorm_rope", _joint_qk_rmsnorm_rope, _joint_qk_rmsnorm_rope_fake
 )

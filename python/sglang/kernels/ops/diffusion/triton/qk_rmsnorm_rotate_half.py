@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sglang.kernels.ops.diffusion.triton.head_streams import table_fits
+from sglang.kernels.ops.diffusion.triton.head_streams import new_heads, table_fits
 from sglang.kernels.ops.diffusion.triton.qk_rotate_half import (
     HEAD_DIMS,
     QK,
@@ -90,22 +90,10 @@ def _qk_rmsnorm_rotate_half(
             "[S, 1, D], no gradient; ask can_use_fused_qk_rmsnorm_rotate_half first and run the "
             "eager chain where it says no"
         )
-    return launch(q, k, (q_weight, k_weight), cos, sin, 0, eps)
+    return launch(q, k, (q_weight, k_weight), (cos, sin), 0, eps)
 
 
-def _fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-_op = register_op("qk_rmsnorm_rotate_half", _qk_rmsnorm_rotate_half, _fake)
+_op = register_op("qk_rmsnorm_rotate_half", _qk_rmsnorm_rotate_half, new_heads)
 
 
 def fused_qk_rmsnorm_rotate_half(

@@ -1,4 +1,4 @@
-"""Launch of the kernel that norms heads of q and k and rotates their halves; two ops share it."""
+"""Launch of the kernel that norms heads of q and k and rotates their halves, for several ops."""
 
 from typing import Any
 
@@ -29,12 +29,14 @@ def launch(
     q: torch.Tensor,
     k: torch.Tensor,
     weights: QK | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    tables: QK | None,
     text_tokens: int,
     eps: float,
 ) -> QK:
-    """Normed and rotated q, k, contiguous. `weights` of an RMSNorm, None for a LayerNorm."""
+    """Normed and rotated q, k, contiguous.
+
+    `weights` of an RMSNorm, None for a LayerNorm; `tables` cos and sin, None for no rotation.
+    """
     from sglang.kernels.ops.diffusion.triton.qk_rotate_half_kernels import qk_rotate_half_kernel
 
     batch, tokens, heads, head_dim = q.shape
@@ -42,16 +44,18 @@ def launch(
     strides = (stride // VECTOR for stride in head_strides(q))
     with torch.cuda.device(q.device):
         qk_rotate_half_kernel[(tokens, batch)](
-            q, k, *(weights or (q, k)), cos, sin, out_q, out_k, *strides, text_tokens, eps,
-            **_constants(weights is not None, heads, head_dim),
+            q, k, *(weights or (q, k)), *(tables or (q, k)), out_q, out_k, *strides,
+            text_tokens, eps,
+            **_constants(weights is not None, tables is not None, heads, head_dim),
         )  # fmt: skip
     return out_q, out_k
 
 
-def _constants(rms: bool, heads: int, head_dim: int) -> dict[str, Any]:
+def _constants(rms: bool, rotates: bool, heads: int, head_dim: int) -> dict[str, Any]:
     tile = head_tile(heads, head_dim, TILE_ELEMENTS, A_THREAD)
     return {
         "RMS": rms,
+        "ROTATES": rotates,
         "H": heads,
         "D": head_dim,
         "BLOCK_H": tile["BLOCK_H"],
@@ -60,14 +64,14 @@ def _constants(rms: bool, heads: int, head_dim: int) -> dict[str, Any]:
 
 
 def aot_signature(
-    pointer: str, table: str, rms: bool, heads: int, head_dim: int
+    pointer: str, table: str | None, rms: bool, heads: int, head_dim: int
 ) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]:
     """(kernel, signature, constexprs, options) of a launch, to compile without a GPU."""
     from sglang.kernels.ops.diffusion.triton.qk_rotate_half_kernels import qk_rotate_half_kernel
 
-    constants = _constants(rms, heads, head_dim)
+    constants = _constants(rms, table is not None, heads, head_dim)
     options = {"num_warps": constants.pop("num_warps")}
-    types = [*[pointer] * 4, table, table, pointer, pointer, *["i32"] * 4, "fp32"]
+    types = [*[pointer] * 4, *[table or pointer] * 2, pointer, pointer, *["i32"] * 4, "fp32"]
     types += ["constexpr"] * len(constants)
     signature = dict(zip(qk_rotate_half_kernel.arg_names, types, strict=True))
     return qk_rotate_half_kernel, signature, constants, options

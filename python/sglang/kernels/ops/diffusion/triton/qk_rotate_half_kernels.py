@@ -1,8 +1,9 @@
-"""Triton kernel of `qk_rmsnorm_rotate_half.py` and `qk_layernorm_rope.py`: contracts are there.
+"""Triton kernel of the ops that norm and rotate heads by halves; their files hold the contracts.
 
-Channel i of a head turns with channel i + D / 2, so a head is loaded as two halves, and a thread
-that holds one channel holds its partner too. The halves are also what aten merges first: its lane i
-takes lane i + 16, with vectors of 4 channels a lane.
+A head is loaded in PARTS equal parts. Channel i turns with channel i + D / 2, so that a thread that
+holds one channel holds its partner too. Parts are also what aten folds first: vectors of 4 channels
+D / 2 apart, then D / 4. Here that costs no shuffle. The RMSNorm, bound by memory, takes two parts,
+for loads of 16 bytes; the LayerNorm, whose merges are costly, takes four.
 """
 
 import triton
@@ -32,48 +33,58 @@ from sglang.kernels.ops.diffusion.triton.welford import (
 
 
 @triton.jit
-def _rms_norm(
-    first: tl.tensor,
-    second: tl.tensor,
-    first_weight: tl.tensor,
-    second_weight: tl.tensor,
-    eps: tl.tensor,
-) -> tl.tensor:
-    """fp32 weight * (rstd * x) of 16-bit halves [ROWS, D / 2]."""
-    first = widen(first)
-    second = widen(second)
-    none = tl.zeros((first.shape[0], first.shape[1] // 4), tl.float32)
-    sums = add_rn(add_squares_of_4(none, first), add_squares_of_4(none, second))
-    rstd = rstd_of_sum(fold_halves(sums), eps, 2 * first.shape[1])[:, None]
-    first = mul_rn(widen(first_weight), mul_rn(rstd, first))
-    return first, mul_rn(widen(second_weight), mul_rn(rstd, second))
+def _load_parts(ptrs: tl.tensor, mask: tl.tensor, PARTS: tl.constexpr) -> tl.tuple:
+    """Tile pointers of the first part of a row -> tiles of all its parts, one after the other."""
+    parts = ()
+    for part in tl.static_range(PARTS):
+        parts = parts + (tl.load(ptrs + part * ptrs.shape[1], mask=mask, other=0.0),)
+    return parts
 
 
 @triton.jit
-def _half_moments(half: tl.tensor) -> tl.tensor:
-    """[ROWS, D / 2] -> mean, m2 of each vector of 4, merged with the lanes that D leaves empty."""
-    rows: tl.constexpr = half.shape[0]
-    vectors: tl.constexpr = half.shape[1] // 4
+def _rms_norm(parts: tl.tuple, weights: tl.tuple, eps: tl.tensor) -> tl.tuple:
+    """fp32 weight * (rstd * x) of the two 16-bit halves."""
+    first = widen(parts[0])
+    second = widen(parts[1])
+    none = tl.zeros((first.shape[0], first.shape[1] // 4), tl.float32)
+    sums = add_rn(add_squares_of_4(none, first), add_squares_of_4(none, second))
+    rstd = rstd_of_sum(fold_halves(sums), eps, 2 * first.shape[1])[:, None]
+    first = mul_rn(widen(weights[0]), mul_rn(rstd, first))
+    return first, mul_rn(widen(weights[1]), mul_rn(rstd, second))
+
+
+@triton.jit
+def _part_moments(part: tl.tensor) -> tl.tensor:
+    """[ROWS, D / 4] -> mean, m2 of each vector of 4, merged with the lanes that D leaves empty."""
+    rows: tl.constexpr = part.shape[0]
+    vectors: tl.constexpr = part.shape[1] // 4
     none = tl.zeros((rows, vectors), tl.float32)
-    mean, m2 = welford_vector(tl.reshape(half, (rows, vectors, 4)), none, none, 0)
+    mean, m2 = welford_vector(tl.reshape(part, (rows, vectors, 4)), none, none, 0)
     for step in tl.static_range(5):
-        if 32 >> step > 2 * vectors:
+        if 32 >> step > 4 * vectors:
             mean, m2 = merge_empty(mean, m2)
     return mean, m2
 
 
 @triton.jit
-def _layer_norm(first: tl.tensor, second: tl.tensor, eps: tl.tensor) -> tl.tensor:
-    """fp32 rstd * (x - mean) of 16-bit halves [ROWS, D / 2]."""
-    mean, m2 = _half_moments(first)
-    second_mean, second_m2 = _half_moments(second)
-    mean, m2 = merge_even(mean, m2, second_mean, second_m2, 4.0)
-    mean, m2 = fold_even(mean, m2, 8.0)
+def _layer_norm(parts: tl.tuple, eps: tl.tensor) -> tl.tuple:
+    """fp32 rstd * (x - mean) of the four 16-bit quarters."""
+    mean, m2 = _part_moments(parts[0])
+    mean_1, m2_1 = _part_moments(parts[1])
+    mean_2, m2_2 = _part_moments(parts[2])
+    mean_3, m2_3 = _part_moments(parts[3])
+    mean, m2 = merge_even(mean, m2, mean_2, m2_2, 4.0)
+    mean_1, m2_1 = merge_even(mean_1, m2_1, mean_3, m2_3, 4.0)
+    mean, m2 = merge_even(mean, m2, mean_1, m2_1, 8.0)
+    mean, m2 = fold_even(mean, m2, 16.0)
     mean, m2 = merge_empty(mean, m2)  # warp 2
     mean, m2 = merge_empty(mean, m2)  # warps 1 and 3
-    rstd = rsqrt_approx(add_rn(div_rn(m2, first.shape[1] * 2.0), eps))[:, None]
+    rstd = rsqrt_approx(add_rn(div_rn(m2, parts[0].shape[1] * 4.0), eps))[:, None]
     mean = mean[:, None]
-    return mul_rn(rstd, sub_rn(widen(first), mean)), mul_rn(rstd, sub_rn(widen(second), mean))
+    normed = ()
+    for part in tl.static_range(4):
+        normed = normed + (mul_rn(rstd, sub_rn(widen(parts[part]), mean)),)
+    return normed
 
 
 @triton.jit
@@ -90,21 +101,24 @@ def _rotate_once(
 @triton.jit
 def _finish(
     out_ptrs: tl.tensor,
-    first: tl.tensor,
-    second: tl.tensor,
-    tables: tl.tuple,
+    parts: tl.tuple,
+    cos: tl.tuple,
+    sin: tl.tuple,
     turns: tl.tensor,
     mask: tl.tensor,
-    RMS: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> None:
-    """Rotate normed halves where the token `turns`, and store them."""
+    """Rotate normed parts where the token `turns`, and store them."""
     dtype: tl.constexpr = out_ptrs.dtype.element_ty
-    if RMS:
-        first, second = rotate_rounded(first, second, *tables)
-    elif turns:
-        first, second = _rotate_once(first, second, tables[0], tables[1], dtype)
-    tl.store(out_ptrs, first.to(dtype), mask=mask)
-    tl.store(out_ptrs + first.shape[1], second.to(dtype), mask=mask)
+    for part in tl.static_range(PARTS // 2):
+        first, second = parts[part], parts[part + PARTS // 2]
+        if PARTS == 2:
+            first, second = rotate_rounded(first, second, cos[0], sin[0], cos[1], sin[1])
+        elif turns:
+            first, second = _rotate_once(first, second, cos[part], sin[part], dtype)
+        ptrs = out_ptrs + part * out_ptrs.shape[1]
+        tl.store(ptrs, first.to(dtype), mask=mask)
+        tl.store(ptrs + PARTS // 2 * out_ptrs.shape[1], second.to(dtype), mask=mask)
 
 
 # Alignment is in the address arithmetic, so a new length or stride need not compile a new kernel.
@@ -124,6 +138,7 @@ def qk_rotate_half_kernel(
     text_tokens: tl.tensor,
     eps: tl.tensor,
     RMS: tl.constexpr,
+    ROTATES: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -131,44 +146,38 @@ def qk_rotate_half_kernel(
     """One program = all heads of q and k of one token. Grid (tokens, batch).
 
     RMS: RMSNorm with weights, then `rotate_rounded`; else LayerNorm, then `_rotate_once` of the
-    tokens from `text_tokens` on, by the first half of cos and the second of sin. Strides are in
-    units of 8 elements. Weights and tables are loaded in the shape of a tile, so that they come in
-    its layout; all but the first load hit L1.
+    tokens from `text_tokens` on, by the first half of cos and the second of sin, or, where nothing
+    ROTATES, no more. Strides are in units of 8 elements. Weights and tables are loaded in the shape
+    of a tile, so that they come in its layout; all but the first load hit L1.
     """
-    HALF: tl.constexpr = D // 2
+    PARTS: tl.constexpr = 2 if RMS else 4
+    WIDTH: tl.constexpr = D // PARTS
     token = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, BLOCK_H)[:, None].to(tl.int64)
-    column = tl.arange(0, HALF)[None, :]
-    turns = RMS or token >= text_tokens
-    everywhere = tl.full((BLOCK_H, HALF), True, tl.int1)
-    shared = tl.broadcast_to(column, (BLOCK_H, HALF))
-    turned = everywhere & turns
+    column = tl.arange(0, WIDTH)[None, :]
+    turns = ROTATES and (RMS or token >= text_tokens)
+    everywhere = tl.full((BLOCK_H, WIDTH), True, tl.int1)
+    shared = tl.broadcast_to(column, (BLOCK_H, WIDTH))
     table = shared + (token - text_tokens) * D
-    tables = (
-        tl.load(cos_ptr + table, mask=turned, other=0.0),
-        tl.load(sin_ptr + table + (0 if RMS else HALF), mask=turned, other=0.0),
-    )
-    if RMS:
-        tables = tables + (tl.load(cos_ptr + table + HALF), tl.load(sin_ptr + table + HALF))
+    sin_start: tl.constexpr = 0 if RMS else D // 2
+    cos = ()
+    sin = ()
+    if ROTATES:
+        cos = _load_parts(cos_ptr + table, everywhere & turns, 2)
+        sin = _load_parts(sin_ptr + table + sin_start, everywhere & turns, 2)
     for first_head in tl.static_range(0, H, BLOCK_H):
         row = first_head + head
         at = (batch * stride_b + token * stride_s + row * stride_h) * 8 + column
         out = ((batch * tl.num_programs(0) + token) * H + row) * D + column
         mask = everywhere & (row < H) if H % BLOCK_H != 0 else everywhere
-        q_first = tl.load(q_ptr + at, mask=mask, other=0.0)
-        q_second = tl.load(q_ptr + at + HALF, mask=mask, other=0.0)
-        k_first = tl.load(k_ptr + at, mask=mask, other=0.0)
-        k_second = tl.load(k_ptr + at + HALF, mask=mask, other=0.0)
+        q = _load_parts(q_ptr + at, mask, PARTS)
+        k = _load_parts(k_ptr + at, mask, PARTS)
         if RMS:
-            weight = tl.load(q_weight_ptr + shared)
-            weight_second = tl.load(q_weight_ptr + shared + HALF)
-            q_first, q_second = _rms_norm(q_first, q_second, weight, weight_second, eps)
-            weight = tl.load(k_weight_ptr + shared)
-            weight_second = tl.load(k_weight_ptr + shared + HALF)
-            k_first, k_second = _rms_norm(k_first, k_second, weight, weight_second, eps)
+            q = _rms_norm(q, _load_parts(q_weight_ptr + shared, everywhere, 2), eps)
+            k = _rms_norm(k, _load_parts(k_weight_ptr + shared, everywhere, 2), eps)
         else:
-            q_first, q_second = _layer_norm(q_first, q_second, eps)
-            k_first, k_second = _layer_norm(k_first, k_second, eps)
-        _finish(q_out_ptr + out, q_first, q_second, tables, turns, mask, RMS)
-        _finish(k_out_ptr + out, k_first, k_second, tables, turns, mask, RMS)
+            q = _layer_norm(q, eps)
+            k = _layer_norm(k, eps)
+        _finish(q_out_ptr + out, q, cos, sin, turns, mask, PARTS)
+        _finish(k_out_ptr + out, k, cos, sin, turns, mask, PARTS)
