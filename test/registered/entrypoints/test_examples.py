@@ -4,11 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from live_server import LiveServer
 from PIL import Image
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=60, suite="base-a-test-cpu")
+register_cpu_ci(est_time=90, suite="base-a-test-cpu")
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -39,6 +40,16 @@ def test_seeds_and_batches():
 def test_what_really_ran():
     output = run("what_really_ran.py")
     assert "asked for high and got" in output and "flux.residual_gate_add" in output
+
+
+def test_openai_client(tmp_path):
+    with LiveServer() as server:
+        lines = run("openai_client.py", server.wait_ready().url, str(tmp_path)).splitlines()
+    said = [line.removeprefix(f"{tmp_path}/").split()[:2] for line in lines]
+    assert said[:2] == [["apple_0.png", "seed"], ["apple_1.png", "seed"]]
+    assert ["tree_preview.png", "image_generation.partial_image"] in said
+    assert said[-2:] == [["tree.png", "image_generation.completed"], ["yellow.png", "edited"]]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
 
 
 def test_every_example_is_tested_here():

@@ -96,7 +96,7 @@ def test_a_port_in_use_is_said():
 
 def test_a_model_that_does_not_load_ends_the_server(tmp_path):
     folder = write_tiny_flux(tmp_path / "tiny", guidance_embeds=True)
-    (folder / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"nothing")
+    (folder / "text_encoder" / "model.safetensors").write_bytes(b"nothing")
     with LiveServer("--model-path", str(folder)) as server:
         status, output = server.ended(120)
     assert status == 1 and "sglang serve: error: " in output and "safetensors" in output

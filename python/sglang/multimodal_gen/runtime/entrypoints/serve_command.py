@@ -10,6 +10,7 @@ from sglang.multimodal_gen.runtime.entrypoints.cli_flags import FlagParser, valu
 from sglang.multimodal_gen.runtime.entrypoints.console import configure_logging, print_error
 
 PROG = "sglang serve"
+BACKLOG = 2048  # connections that wait to be accepted
 
 
 def run(words: Sequence[str]) -> int:
@@ -48,10 +49,16 @@ def build_parser() -> FlagParser:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        family, *_, address = socket.getaddrinfo(
+        family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        # asyncio sends small packets at once only where the protocol is named, as here; else each
+        # answer waits 40 ms for an acknowledgement.
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
         advice = "choose another --host or --port"
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}") from error
+    return listener
