@@ -14,6 +14,7 @@ from sglang.test.tiny_tokenizers import CLIP_LENGTH, clip_tiny_tokenizer, t5_tin
 
 TEXT_WIDTH = 32
 LATENT_CHANNELS = 4
+ROPE_AXES = {2: (8, 12, 12), 4: (4, 6, 6)}  # by heads
 
 
 def write_tiny_flux(
@@ -23,6 +24,7 @@ def write_tiny_flux(
     seed: int = 0,
     num_layers: int = 2,
     num_single_layers: int = 2,
+    heads: int = 2,
     max_shard_size: str = "5GB",
 ) -> Path:
     """Write a FLUX.1 checkpoint into `folder` and return it.
@@ -41,7 +43,7 @@ def write_tiny_flux(
         text_encoder_2=_t5(len(t5_tokenizer)),
         tokenizer_2=t5_tokenizer,
         transformer=FluxTransformer2DModel(
-            **transformer_config(guidance_embeds, num_layers, num_single_layers)
+            **transformer_config(guidance_embeds, num_layers, num_single_layers, heads)
         ),
         vae=AutoencoderKL(**VAE_CONFIG),
     )
@@ -68,19 +70,19 @@ VAE_CONFIG: dict[str, Any] = {
 
 
 def transformer_config(
-    guidance_embeds: bool, num_layers: int = 2, num_single_layers: int = 2
+    guidance_embeds: bool, num_layers: int = 2, num_single_layers: int = 2, heads: int = 2
 ) -> dict[str, Any]:
-    """The options of a tiny `FluxTransformer2DModel`: hidden size 64, two heads."""
+    """The options of a tiny `FluxTransformer2DModel`: hidden size 64, two or four heads."""
     return {
         "in_channels": 4 * LATENT_CHANNELS,
         "num_layers": num_layers,
         "num_single_layers": num_single_layers,
-        "attention_head_dim": 32,
-        "num_attention_heads": 2,
+        "attention_head_dim": 64 // heads,
+        "num_attention_heads": heads,
         "joint_attention_dim": TEXT_WIDTH,
         "pooled_projection_dim": TEXT_WIDTH,
         "guidance_embeds": guidance_embeds,
-        "axes_dims_rope": (8, 12, 12),
+        "axes_dims_rope": ROPE_AXES[heads],
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang.test.tiny_checkpoints import fill_at_unit_scale
+from sglang.test.tiny_checkpoints import ROPE_AXES, fill_at_unit_scale
 
 TEXT_WIDTH = 32
 LATENT_CHANNELS = 4
@@ -27,7 +27,9 @@ VAE_CONFIG: dict[str, Any] = {
 }
 
 
-def write_tiny_ernie(folder: Path, *, with_pe: bool, seed: int = 0, shift: float = 3.0) -> Path:
+def write_tiny_ernie(
+    folder: Path, *, with_pe: bool, seed: int = 0, shift: float = 3.0, heads: int = 2
+) -> Path:
     """Write an ERNIE-Image checkpoint into `folder` and return it.
 
     The VAE scales by 8 and its latents are patched 2x2, so sizes are multiples of 16. All weights
@@ -41,7 +43,7 @@ def write_tiny_ernie(folder: Path, *, with_pe: bool, seed: int = 0, shift: float
     )
 
     pipeline = ErnieImagePipeline(
-        transformer=ErnieImageTransformer2DModel(**ernie_transformer_config()),
+        transformer=ErnieImageTransformer2DModel(**ernie_transformer_config(heads)),
         vae=AutoencoderKLFlux2(**VAE_CONFIG),
         text_encoder=_text_encoder(),
         tokenizer=ernie_tiny_tokenizer(model_max_length=512),
@@ -57,17 +59,17 @@ def write_tiny_ernie(folder: Path, *, with_pe: bool, seed: int = 0, shift: float
     return Path(folder)
 
 
-def ernie_transformer_config(**changes: Any) -> dict[str, Any]:
-    """The options of a tiny `ErnieImageTransformer2DModel`: hidden size 64, two heads."""
+def ernie_transformer_config(heads: int = 2, **changes: Any) -> dict[str, Any]:
+    """The options of a tiny `ErnieImageTransformer2DModel`: hidden size 64, two or four heads."""
     return {
         "hidden_size": 64,
-        "num_attention_heads": 2,
+        "num_attention_heads": heads,
         "num_layers": 2,
         "ffn_hidden_size": 96,
         "in_channels": 4 * LATENT_CHANNELS,
         "out_channels": 4 * LATENT_CHANNELS,
         "text_in_dim": TEXT_WIDTH,
-        "rope_axes_dim": (8, 12, 12),
+        "rope_axes_dim": ROPE_AXES[heads],
     } | changes
 
 

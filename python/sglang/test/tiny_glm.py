@@ -15,7 +15,9 @@ LATENT_CHANNELS = 4
 CODEBOOK = 64
 
 
-def write_tiny_glm(folder: Path, *, seed: int = 0, vision_vocabulary: int = CODEBOOK) -> Path:
+def write_tiny_glm(
+    folder: Path, *, seed: int = 0, vision_vocabulary: int = CODEBOOK, heads: int = 2
+) -> Path:
     """Write a GLM-Image checkpoint into `folder` and return it.
 
     Sizes are multiples of 32. All weights are float32 and depend only on `seed` and the vocabulary;
@@ -24,7 +26,7 @@ def write_tiny_glm(folder: Path, *, seed: int = 0, vision_vocabulary: int = CODE
     from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
     from transformers import ByT5Tokenizer
 
-    transformer = GlmImageTransformer2DModel(**glm_transformer_config())
+    transformer = GlmImageTransformer2DModel(**glm_transformer_config(heads=heads))
     vae, text_encoder = AutoencoderKL(**GLM_VAE_CONFIG), _glyph_encoder()
     for i, module in enumerate((text_encoder, transformer, vae)):
         fill_at_unit_scale(module, 1000 * seed + i)
@@ -77,15 +79,15 @@ def _scheduler() -> Any:
     )
 
 
-def glm_transformer_config(num_layers: int = 2) -> dict[str, Any]:
+def glm_transformer_config(num_layers: int = 2, heads: int = 2) -> dict[str, Any]:
     """The options of a tiny `GlmImageTransformer2DModel`: hidden size 64, two heads."""
     return {
         "patch_size": 2,
         "in_channels": LATENT_CHANNELS,
         "out_channels": LATENT_CHANNELS,
         "num_layers": num_layers,
-        "attention_head_dim": 32,
-        "num_attention_heads": 2,
+        "attention_head_dim": 64 // heads,
+        "num_attention_heads": heads,
         "text_embed_dim": TEXT_WIDTH,
         "time_embed_dim": 32,
         "condition_dim": 16,

@@ -19,7 +19,7 @@ from sglang.kernels.ops.diffusion.bitexact_gate import all_gates, fast_paths
 from sglang.multimodal_gen.configs.model_specs import read_model_spec
 from sglang.multimodal_gen.report import fused_sites
 from sglang.multimodal_gen.runtime.distributed import parallel_state
-from sglang.multimodal_gen.runtime.loader.component_loader import ComponentLoader, quiet_libraries
+from sglang.multimodal_gen.runtime.loader.component_loader import ComponentLoader
 from sglang.multimodal_gen.runtime.managers.numeric_switches import numeric_switches
 from sglang.multimodal_gen.runtime.pipelines.parallel_denoising import JobAbandoned
 from sglang.multimodal_gen.runtime.pipelines.rank_messages import (
@@ -69,7 +69,7 @@ class FollowingRank:
         folder = Path(start.folder)
         spec = read_model_spec(folder)
         loader = ComponentLoader(folder, start.args.load_format == "dummy", self.device, state)
-        with numeric_switches(self.device), quiet_libraries():
+        with numeric_switches(self.device):
             self._stage = DENOISING[spec.pipeline_class](loader, spec, start.args)
         pipe.send(Answer())
 
