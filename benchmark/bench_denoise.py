@@ -86,6 +86,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     flag("--height", type=int, default=1024)
     flag("--steps", type=int, help="default: the model's")
     flag("--runs", type=int, default=3, help="runs of each arm; the first is dropped")
+    flag("--warm-steps", type=int, help="steps of the first run; default: as many as the others")
     flag("--profile", action="store_true", help="add kernel families (one more run)")
     flag("--drift", action="store_true", help="add the high arm's distance from lossless by step")
     flag("--json", type=Path, help="merge the rows into this result file")
@@ -97,6 +98,8 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     if args.runs < 2:
         parser.error(f"--runs: got {args.runs}, expected at least 2 (the first is dropped)")
+    if args.warm_steps is not None and args.warm_steps < 1:
+        parser.error(f"--warm-steps: got {args.warm_steps}, expected at least 1")
     return args
 
 
@@ -125,7 +128,7 @@ def bench_model(model: str, args: argparse.Namespace, failed: list[str]) -> list
     case = attempt(model, failed, lambda: make_case(model, args))
     if case is None:
         return []
-    logs = run_arms(case, args.arms, args.runs, model, failed)
+    logs = run_arms(case, args.arms, args.runs, model, failed, args.warm_steps)
     # the floor is measured now, on the chip that the arms have warmed
     floor_ms = attempt(f"{model} floor", failed, lambda: measured_floor_ms(case))
     rows = list(make_rows(model, case, logs, floor_ms))
@@ -153,13 +156,22 @@ def make_case(model: str, args: argparse.Namespace) -> "DenoiseCase":
 
 
 def run_arms(
-    case: "DenoiseCase", arms: list[str], runs: int, model: str, failed: list[str]
+    case: "DenoiseCase",
+    arms: list[str],
+    runs: int,
+    model: str,
+    failed: list[str],
+    warm_steps: int | None = None,
 ) -> dict[str, ArmLog]:
-    """Every arm `runs` times, in turns. An arm that raises is left out from then on."""
+    """Every arm `runs` times, in turns. An arm that raises is left out from then on.
+
+    The first run, which only warms up, takes `warm_steps` steps; None is as many as the others.
+    """
     logs = {arm: ArmLog() for arm in arms}
     for run in range(runs):
         for arm in list(logs):
-            action = partial(run_once, case, arm, logs[arm], counted=run > 0)
+            steps = warm_steps if run == 0 else None
+            action = partial(run_once, case, arm, logs[arm], counted=run > 0, steps=steps)
             ms = attempt(f"{model} {arm}", failed, action)
             if ms is None:
                 del logs[arm]
@@ -168,15 +180,16 @@ def run_arms(
     return logs
 
 
-def run_once(case: "DenoiseCase", arm: str, log: ArmLog, counted: bool) -> float:
+def run_once(case: "DenoiseCase", arm: str, log: ArmLog, counted: bool, steps: int | None) -> float:
     """One run of one arm, into its log. Returns its milliseconds a step."""
     import torch
 
     on_gpu = case.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    log.last = case.run(arm)
-    log.md5.append(latents_md5(log.last.latents))
+    log.last = case.run(arm, steps)
+    if steps is None:
+        log.md5.append(latents_md5(log.last.latents))
     if counted:
         log.step_seconds += log.last.step_seconds
     if on_gpu:

@@ -31,6 +31,7 @@ def test_all_arms_and_several_models():
         (["--model", "flux"], "flux1-dev"),
         (["--arms", "eager,fast"], "lossless"),
         (["--runs", "1"], "at least 2"),
+        (["--warm-steps", "0"], "at least 1"),
     ],
 )
 def test_a_bad_flag_is_refused_with_what_is_expected(words, said, capsys):
@@ -113,13 +114,20 @@ def test_a_failing_arm_is_left_out_and_the_others_go_on(cases, monkeypatch, caps
     assert "no compiler here" in capsys.readouterr().err
 
 
+def test_a_short_first_run_only_warms_up(cases):
+    logs = run_arms(cases["flux1-dev"], ["eager"], 2, "flux1-dev", [], warm_steps=1)
+    full = run_arms(cases["flux1-dev"], ["eager"], 2, "flux1-dev", [])
+    assert logs["eager"].md5 == full["eager"].md5[:1]
+    assert len(logs["eager"].step_seconds) == len(full["eager"].step_seconds) == 3
+
+
 def _raise(compiled):
     raise RuntimeError("no compiler here")
 
 
 def test_rows_of_each_model_are_written_before_the_next_runs(cases, monkeypatch, tmp_path):
     path = tmp_path / "denoise.json"
-    args = argparse.Namespace(arms=["eager"], runs=2, profile=False, drift=False)
+    args = argparse.Namespace(arms=["eager"], runs=2, warm_steps=1, profile=False, drift=False)
     written = []
     monkeypatch.setattr("results.write_result_file", _write_plain)
     for model in ("flux1-dev", "glm-image"):
