@@ -107,6 +107,7 @@ def _finish(
     turns: tl.tensor,
     mask: tl.tensor,
     PARTS: tl.constexpr,
+    ROTATES: tl.constexpr,
 ) -> None:
     """Rotate normed parts where the token `turns`, and store them."""
     dtype: tl.constexpr = out_ptrs.dtype.element_ty
@@ -114,8 +115,9 @@ def _finish(
         first, second = parts[part], parts[part + PARTS // 2]
         if PARTS == 2:
             first, second = rotate_rounded(first, second, cos[0], sin[0], cos[1], sin[1])
-        elif turns:
-            first, second = _rotate_once(first, second, cos[part], sin[part], dtype)
+        elif ROTATES:
+            if turns:
+                first, second = _rotate_once(first, second, cos[part], sin[part], dtype)
         ptrs = out_ptrs + part * out_ptrs.shape[1]
         tl.store(ptrs, first.to(dtype), mask=mask)
         tl.store(ptrs + PARTS // 2 * out_ptrs.shape[1], second.to(dtype), mask=mask)
@@ -156,7 +158,7 @@ def qk_rotate_half_kernel(
     batch = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, BLOCK_H)[:, None].to(tl.int64)
     column = tl.arange(0, WIDTH)[None, :]
-    turns = ROTATES and (RMS or token >= text_tokens)
+    turns = RMS or token >= text_tokens
     everywhere = tl.full((BLOCK_H, WIDTH), True, tl.int1)
     shared = tl.broadcast_to(column, (BLOCK_H, WIDTH))
     table = shared + (token - text_tokens) * D
@@ -179,5 +181,5 @@ def qk_rotate_half_kernel(
         else:
             q = _layer_norm(q, eps)
             k = _layer_norm(k, eps)
-        _finish(q_out_ptr + out, q, cos, sin, turns, mask, PARTS)
-        _finish(k_out_ptr + out, k, cos, sin, turns, mask, PARTS)
+        _finish(q_out_ptr + out, q, cos, sin, turns, mask, PARTS, ROTATES)
+        _finish(k_out_ptr + out, k, cos, sin, turns, mask, PARTS, ROTATES)
