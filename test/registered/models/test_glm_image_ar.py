@@ -20,6 +20,7 @@ from sglang.multimodal_gen.runtime.models.glm_image_ar import (
     token_positions,
 )
 from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import (
+    NoiseRows,
     SamplingRule,
     choose_token,
     exponential_noise,
@@ -192,6 +193,38 @@ def test_probing_steps_leaves_the_state_where_it_was(model, processor):
             advance()
     assert tensors_equal(first, again) and len(first) == 16
     assert torch.equal(state.tokens, expected)
+
+
+@pytest.mark.parametrize("count", (1, 16, 37))
+def test_noise_drawn_when_needed_is_the_same(count):
+    expected = exponential_noise(torch.Generator().manual_seed(3), count, 50)
+    noise = NoiseRows(torch.Generator().manual_seed(3), count, 50, torch.device("cpu"))
+    noise.rows.fill_(float("nan"))
+    for asked in (1, 9, 10, count + 5):
+        noise.draw(asked)
+        asked = min(asked, count)
+        assert torch.equal(noise.rows[:asked], expected[:asked])
+    assert torch.equal(noise.rows, expected)
+
+
+def test_a_picture_draws_its_noise_as_it_goes(model, processor):
+    inputs = inputs_of(processor, "a cat", 64, 96)
+    grids, rule = grids_of(inputs), RULES["published"]
+    count = sum(rows * columns for rows, columns in grids)
+    noise = NoiseRows(torch.Generator().manual_seed(5), count, CODEBOOK, torch.device("cpu"))
+    noise.rows.fill_(float("nan"))
+    tokens = GlmImageDecoder(model, rule).generate(inputs["input_ids"], grids, noise)
+    assert torch.equal(tokens, our_tokens(model, inputs, rule, seed=5))
+
+
+@pytest.mark.cuda
+def test_noise_for_a_gpu_is_the_hosts(model):
+    expected = exponential_noise(torch.Generator().manual_seed(3), 400, 5000)
+    noise = NoiseRows(torch.Generator().manual_seed(3), 400, 5000, torch.device("cuda"))
+    for asked in range(0, 401, 7):
+        noise.draw(asked)
+    noise.draw(400)
+    assert torch.equal(noise.rows.cpu(), expected)
 
 
 def test_settings_that_the_sampler_lacks_are_refused():

@@ -35,7 +35,11 @@ from sglang.multimodal_gen.runtime.models.glm_image_ar_layers import (
     prefill_layer,
     unfused_reason,
 )
-from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import SamplingRule, choose_token
+from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import (
+    NoiseRows,
+    SamplingRule,
+    choose_token,
+)
 
 GLM_AR_GRAPH = BitExactFusionGate("glm_image.ar_cuda_graph", per_signature=True)
 # Counts the pictures whose steps are not fused kernels on a GPU, with the reason.
@@ -77,22 +81,27 @@ class GlmImageDecoder:
         self,
         prompt_ids: torch.Tensor,
         grids: Sequence[Grid],
-        noise: torch.Tensor | None,
+        noise: torch.Tensor | NoiseRows | None,
         on_token: OnToken = lambda count: None,
         sources: Sequence[Source] = (),
     ) -> torch.Tensor:
         """The tokens of all grids, the first grid first.
 
         prompt_ids int64 [1, T], with the tokens of the images that it has at `sources`; noise
-        float32 [N, V] of `exponential_noise` on the same device, or None for the likeliest token
-        each time. Returns int64 [N], N the size of all grids.
+        float32 [N, V] of `exponential_noise` on the same device, its rows drawn already or when
+        they are needed, or None for the likeliest token each time. Returns int64 [N], N the size
+        of all grids.
         """
+        draw = noise.draw if isinstance(noise, NoiseRows) else lambda count: None
+        rows = noise.rows if isinstance(noise, NoiseRows) else noise
         with sdpa(prompt_ids.device):
-            state = self.start(prompt_ids, grids, noise, sources)
+            draw(1 + PROVEN_TOKENS)
+            state = self.start(prompt_ids, grids, rows, sources)
             on_token(1)
             advance = self._fastest_advance(state)
             queue = _Queue(prompt_ids.is_cuda)
             for count in range(2, len(state.tokens) + 1):
+                draw(count)
                 advance()
                 queue.keep_short(count)
                 on_token(count)

@@ -17,6 +17,9 @@ _INERT |= {"transformers_version", "_from_model_config"}
 _NEUTRAL = {"repetition_penalty": 1.0, "typical_p": 1.0, "num_beams": 1, "num_return_sequences": 1}
 
 
+NOISE_BATCH = 16  # rows
+
+
 @dataclass(frozen=True)
 class SamplingRule:
     """How a token is chosen; the defaults are those of `generate` with `do_sample=True`."""
@@ -54,6 +57,32 @@ def exponential_noise(generator: torch.Generator, count: int, vocabulary: int) -
     for row in noise:
         row.exponential_(generator=generator)
     return noise
+
+
+class NoiseRows:
+    """`exponential_noise` on `device`, drawn as far as it is asked for.
+
+    A host takes longer to draw a row than a GPU takes for an eighth of a token, so all rows at
+    once would keep the GPU waiting; drawn in batches they hide behind the tokens before.
+    """
+
+    def __init__(
+        self, generator: torch.Generator, count: int, vocabulary: int, device: torch.device
+    ) -> None:
+        self.rows = torch.empty(count, vocabulary, device=device)  # float32 [N, V]
+        self._generator = generator
+        self._drawn = 0
+
+    def draw(self, count: int) -> None:
+        """Have at least `count` rows drawn; the copy to a GPU is queued, not waited for."""
+        count, (total, vocabulary) = min(count, len(self.rows)), self.rows.shape
+        while self._drawn < count:
+            size = min(NOISE_BATCH, total - self._drawn)
+            batch = exponential_noise(self._generator, size, vocabulary)
+            if self.rows.is_cuda and not batch.is_cuda:
+                batch = batch.pin_memory()  # else the copy would wait for the GPU
+            self.rows[self._drawn : self._drawn + size].copy_(batch, non_blocking=True)
+            self._drawn += size
 
 
 def choose_token(

@@ -9,7 +9,7 @@ import torch
 from sglang.multimodal_gen.configs.validation import rejected
 from sglang.multimodal_gen.runtime.distributed.parallel_state import world_size
 from sglang.multimodal_gen.runtime.models.glm_image_ar import GlmImageDecoder, Grid
-from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import exponential_noise
+from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import NoiseRows
 from sglang.multimodal_gen.runtime.models.glm_image_sources import (
     SourceTokens,
     place_sources,
@@ -114,13 +114,13 @@ class GlmImageARStage:
         ids, places = place_sources(ids.to(self.device), sources, self.model.config)
         count = sum(rows * columns for rows, columns in grids)
         generator = torch.Generator(batch.params.generator_device).manual_seed(image.request.seed)
-        noise = exponential_noise(generator, count, self.decoder.vocabulary)
+        noise = NoiseRows(generator, count, self.decoder.vocabulary, self.device)
 
         def on_token(done: int) -> None:
             if done % PROGRESS_EVERY == 0 or done == count:
                 batch.on_progress(label, done, count)
 
-        return self.decoder.generate(ids, grids, noise.to(self.device), on_token, places)
+        return self.decoder.generate(ids, grids, noise, on_token, places)
 
     def checked(self, tokens: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
         """The picture's tokens, int64 [rows * columns], each in the codebook."""
