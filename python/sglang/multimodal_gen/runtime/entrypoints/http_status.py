@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.entrypoints import openapi_schema
@@ -89,9 +89,9 @@ async def server_info(request: Request) -> Response:
     )
 
 
-@router.get("/metrics", responses={200: {"description": "Prometheus text format"}})
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Metrics for Prometheus."""
+    """Metrics in Prometheus' text format."""
     text = context_of(request).metrics.text()
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
