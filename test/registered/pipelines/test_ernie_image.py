@@ -40,7 +40,13 @@ REQUEST = {
     "height": 64,
     "num_inference_steps": 2,
 }
-SITES = {"ernie.norm_scale_shift", "ernie.gated_norm_scale_shift", "ernie.residual_gate_add"}
+SITES = {
+    "ernie.norm_scale_shift",
+    "ernie.gated_norm_scale_shift",
+    "ernie.residual_gate_add",
+    "ernie.qk_norm_rope",
+    "ernie.gelu_mul",
+}
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +344,7 @@ def test_fast_paths_on_and_off_give_one_hash_on_cuda():
         hashes[fast] = [r.report["sha256"] for pair in results for r in pair]
         states[fast] = {row["op"]: row for row in results[-1][-1].report["sites"]}
     assert hashes[True] == hashes[False] and len(set(hashes[True])) == 4
-    assert set(states[True]) == SITES and states[False] == {}
+    on_gpu = {"packed_projections", "denoise.cuda_graph"}
+    assert set(states[True]) - on_gpu == SITES and states[False] == {}
     for row in states[True].values():
         assert row["status"] == "verified" and not row["eager_calls"], row

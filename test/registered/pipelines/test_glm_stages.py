@@ -33,6 +33,11 @@ SCHEDULERS = {
     "exponential": PUBLISHED | {"time_shift_type": "exponential"},
     "static": PUBLISHED | {"use_dynamic_shifting": False, "shift": 3.0},
 }
+DIT_SITES = {
+    "glm_image.layernorm_modulate",
+    "glm_image.qk_norm_rope",
+    "glm_image.residual_gate_add",
+}
 REQUEST = {
     "prompt": "a red apple with 'OPEN' on it",
     "seed": 42,
@@ -218,9 +223,9 @@ def test_stages_and_sites_are_reported(engine):
     report = engine.generate(**REQUEST).report
     assert list(report["stage_seconds"])[:2] == ["GlmImageAR", "GlyphEncodingStage"]
     assert report["true_cfg_scale"] == 1.5 and len(report["step_seconds"]) == 2
-    assert {row["op"] for row in report["sites"]} == {
-        "glm_image.layernorm_modulate", "glm_image.qk_layernorm", "glm_image.residual_gate_add",
-    }  # fmt: skip
+    where_it_is_not_rotated_in_the_kernel = {"glm_image.qk_layernorm"}
+    seen = {row["op"] for row in report["sites"]}
+    assert seen == DIT_SITES | where_it_is_not_rotated_in_the_kernel
 
 
 # Checkpoints
@@ -286,7 +291,8 @@ def test_fast_paths_on_and_off_give_one_hash_on_cuda(gpu_engines, prompt, seed):
     assert fast["sha256"] == eager["sha256"] == again["sha256"]
     status = {row["op"]: row["status"] for row in fast["sites"]}
     assert status.pop("glm_image.ar_cuda_graph") == "verified"
-    assert set(status.values()) == {"verified"} and len(status) == 3, fast["sites"]
+    assert set(status.values()) == {"verified"}, fast["sites"]
+    assert status.keys() > DIT_SITES, fast["sites"]
 
 
 @pytest.mark.cuda

@@ -1,11 +1,13 @@
 """The condition images of a GLM-Image prompt, as tokens of the prior's codebook.
 
 The vision encoder and the quantiser are those of transformers' `GlmImageForConditionalGeneration`
-5.24; where it runs them inside `generate`, they run once here, and the prompt gets their tokens.
+5.17 to 5.24; where it runs them inside `generate`, they run once here, and the prompt gets their
+tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -30,7 +32,12 @@ def read_sources(
     pixel_values [patches of all images, patch size]; grids int64 [images, 3]: (1, rows, columns).
     """
     features = model.get_image_features(pixel_values, grids).pooler_output
-    tokens = model.get_image_tokens(features).split(grids.prod(-1).tolist())
+    tokenize = model.model.get_image_tokens
+    if signature(tokenize).parameters["image_grid_thw"].default is Parameter.empty:
+        tokens = tokenize(torch.cat(features), grids)  # transformers 5.17
+    else:
+        tokens = tokenize(features)
+    tokens = tokens.split(grids.prod(-1).tolist())
     sizes = [(rows, columns) for _, rows, columns in grids.tolist()]
     return [SourceTokens(*pair) for pair in zip(tokens, sizes, strict=True)]
 
