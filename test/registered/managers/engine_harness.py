@@ -19,9 +19,10 @@ LONG = {**PICTURE, "num_inference_steps": 1000}
 class Served:
     """An engine in an event loop of its own, which turns while `run` or `until` does."""
 
-    def __init__(self, folder, **settings):
+    def __init__(self, folder=None, device="cpu", **settings):
         self.runner = asyncio.Runner()
-        args = ServerArgs(model_path=str(folder), device="cpu", log_level="warning")
+        path = None if folder is None else str(folder)  # None: the bundled model
+        args = ServerArgs(model_path=path, device=device, log_level="warning")
         settings = {"max_queue": 8, "request_timeout": 60, **settings}
         self.engine = EngineClient(args, **settings)
 
@@ -70,7 +71,7 @@ def sha_of(pixels):
 
 
 @contextlib.contextmanager
-def serving(folder, **settings):
+def serving(folder=None, **settings):
     """An engine whose worker computes like this process: with one thread."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")

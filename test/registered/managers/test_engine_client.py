@@ -3,6 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 from engine_harness import LONG, begun, sha_of
@@ -186,6 +187,47 @@ def test_a_callers_own_cancellation_leaves_the_request_running(served):
 
     cancelled, sha = served.run(work())
     assert cancelled and sha == served.sha(num_inference_steps=20)
+
+
+def test_a_mixed_load_loses_and_changes_nothing(served):
+    """Requests of several shapes, some with previews, some cancelled in the queue or at work."""
+    random, shapes = Random(0), [(64, 64), (96, 64), (64, 128)]
+    asked = [
+        dict(seed=i % 4, width=w, height=h, num_inference_steps=random.choice([1, 3]))
+        for i in range(40)
+        for w, h in [random.choice(shapes)]
+    ]
+    alone = {key_of(request): served.sha(**request) for request in asked}
+    places = asyncio.Semaphore(8)
+
+    async def client(request, previews, wait):
+        async with places:
+            params = served.params(**request)
+            handle = served.engine.submit(params, request_id="x", previews=previews)
+            if wait is not None:
+                await asyncio.sleep(wait)
+                handle.cancel()
+            try:
+                reply = await handle.result()
+            except RequestCancelled:
+                return "cancelled"
+            return reply.reports[0]["sha256"] == alone[key_of(request)]
+
+    waits = [random.choice([None, None, 0, 0.02, 0.1]) for _ in asked]
+
+    async def work():
+        previews = [random.choice([0, 2]) for _ in asked]
+        return await asyncio.gather(*map(client, asked, previews, waits))
+
+    for outcome, wait in zip(served.run(work()), waits, strict=True):
+        assert outcome is True or (outcome == "cancelled" and wait is not None)
+        assert outcome == "cancelled" or wait != 0
+    served.until(lambda: not served.engine.snapshot().running, timeout=10)
+    assert served.sha(**asked[0]) == alone[key_of(asked[0])]
+
+
+def key_of(request):
+    return tuple(request.items())
 
 
 def test_figures_add_up(served):

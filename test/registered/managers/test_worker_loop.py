@@ -98,7 +98,7 @@ def test_arrays_are_not_pickled():
 def test_the_warm_up_fits_every_model(local):
     spec = local._worker.spec
     (small,) = warm_up_requests(spec, torch.device("cpu"))
-    assert small == canary(spec) and small.num_inference_steps == 2
+    assert small == canary(spec) and small.num_inference_steps == 3
     large = warm_up_requests(spec, torch.device("cuda", 0))
     assert [params.quality for params in large] == ["high", "lossless"]
     assert {(params.width, params.height) for params in large} == {(spec.width, spec.height)}

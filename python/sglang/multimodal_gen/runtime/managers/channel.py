@@ -18,12 +18,7 @@ def pack(message: Any) -> list[bytes | memoryview]:
 
 def send(pipe: Connection, message: Any) -> None:
     """Write one message; blocks while the pipe is full. Raises OSError when nobody reads."""
-    write(pipe, pack(message))
-
-
-def write(pipe: Connection, frames: list[bytes | memoryview]) -> None:
-    """Write what `pack` made. Raises OSError when nobody reads."""
-    for frame in frames:
+    for frame in pack(message):
         pipe.send_bytes(frame)
 
 

@@ -5,7 +5,7 @@ import torch
 from sglang.multimodal_gen.configs.model_specs import ModelSpec
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 
-STEPS = 2  # the second runs what the first has verified
+STEPS = 3  # the first verifies, the second is recorded as a graph, the third replays it
 PROMPT = "a red apple"
 
 

@@ -30,7 +30,7 @@ class WorkerLink:
     def __init__(self, args: ServerArgs, warmup: bool, on_message: Callable[[Any], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
-        self._outgoing: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[Any | None] = queue.SimpleQueue()
         self.ended: asyncio.Future[str] = self._loop.create_future()
         # As cli.py, and before the worker imports torch: spinning OpenMP threads starve the rest.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -58,7 +58,7 @@ class WorkerLink:
 
     def send(self, message: Any) -> None:
         """Queue a message for the worker; never blocks."""
-        self._outgoing.put(channel.pack(message))
+        self._outgoing.put(message)
 
     def kill(self) -> None:
         """End the process at once."""
@@ -74,7 +74,7 @@ class WorkerLink:
             await self.ended
 
     def _read(self) -> None:
-        """The reading thread: deliver messages until the worker is gone."""
+        """The reading thread: deliver messages until the worker is gone, then tell that it is."""
         try:
             while True:
                 while not self._inbox.poll(LIVENESS_S):
@@ -82,21 +82,24 @@ class WorkerLink:
                         raise EOFError
                 self._deliver(self._on_message, channel.receive(self._inbox))
         except (EOFError, OSError):
+            pass  # as every worker ends
+        finally:
             self._process.join(EXIT_TIMEOUT_S)
             self.kill()
             self._process.join()
-        self._outgoing.put(None)
-        atexit.unregister(self.kill)
-        self._deliver(self.ended.set_result, _how_it_ended(self._process.exitcode))
+            self._outgoing.put(None)
+            atexit.unregister(self.kill)
+            self._deliver(self.ended.set_result, _how_it_ended(self._process.exitcode))
 
     def _write(self) -> None:
         """The writing thread: until there is nothing more to say, or nobody who listens."""
-        while (frames := self._outgoing.get()) is not None:
-            try:
-                channel.write(self._outbox, frames)
-            except OSError:
-                break  # the worker is gone, and the reading thread tells
-        self._outbox.close()
+        try:
+            while (message := self._outgoing.get()) is not None:
+                channel.send(self._outbox, message)
+        except OSError:
+            pass  # the worker is gone, and the reading thread tells
+        finally:
+            self._outbox.close()
 
     def _deliver(self, callback: Callable[[Any], None], value: Any) -> None:
         if not self._loop.is_closed():

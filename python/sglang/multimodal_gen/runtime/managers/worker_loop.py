@@ -1,5 +1,6 @@
 """Inside the worker process: one request after another, each answered exactly once."""
 
+import contextlib
 import gc
 import logging
 import time
@@ -57,7 +58,8 @@ def serve(args: ServerArgs, warmup: bool, mailbox: Mailbox, outbox: Connection) 
     gc.freeze()
     sites, peak = (last.sites, last.peak_memory_mb) if last else ((), 0.0)
     channel.send(outbox, WorkerReady(worker.spec, str(worker.device), sites, peak))
-    loop.run()
+    with contextlib.closing(worker):
+        loop.run()
 
 
 class WorkerLoop:
