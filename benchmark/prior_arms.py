@@ -25,6 +25,7 @@ from sglang.multimodal_gen.runtime.models.glm_image_ar import (
     Grid,
 )
 from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import (
+    NoiseRows,
     SamplingRule,
     exponential_noise,
 )
@@ -121,8 +122,10 @@ class PriorBench:
         return _by_name(seen.key_averages())
 
     def _named(self, grids: list[Grid]) -> torch.Tensor:
-        noise = self.noise[: count_of(grids)]
-        return self.decoder.generate(self.inputs["input_ids"], grids, noise)
+        ids, count = self.inputs["input_ids"], count_of(grids)
+        generator = torch.Generator().manual_seed(0)
+        noise = NoiseRows(generator, count, self.decoder.vocabulary, ids.device)
+        return self.decoder.generate(ids, grids, noise)
 
     def _library(self) -> Any:
         return self.model.generate(
