@@ -5,6 +5,7 @@ sent one case after another with images that are ready to be denoised.
 """
 
 import copy
+import os
 import pickle
 import traceback
 from collections.abc import Iterator
@@ -42,8 +43,13 @@ def main(descriptor: int) -> None:
     """Answer cases with latents until the pipe is closed; a failure is answered by its text."""
     torch.set_num_threads(1)
     pipe = Connection(descriptor)
+    import transformers.initialization  # noqa: F401 - seconds, which the first case would take
+
     pipe.send("ready")
     for case in _cases(pipe):
+        if case is None:  # a smaller layout does without this rank
+            pipe.send(None)
+            continue
         try:
             state = parallel_state.join(case.rank, case.layout, CPU, case.store_file, 60.0)
             pipe.send(denoised(case.folder, pickle.loads(case.batches), state))
@@ -51,6 +57,7 @@ def main(descriptor: int) -> None:
             pipe.send(traceback.format_exc())
         finally:
             parallel_state.leave()
+    os._exit(0)  # torch's own end takes seconds
 
 
 def denoised(
@@ -73,7 +80,7 @@ def silent(label: str, done: int, total: int) -> None:
     """A progress callback that can be pickled."""
 
 
-def _cases(pipe: Connection) -> Iterator[Case]:
+def _cases(pipe: Connection) -> Iterator[Case | None]:
     try:
         while True:
             yield pipe.recv()

@@ -46,6 +46,7 @@ def main(descriptor: int) -> None:
             rank.follow()
     except (EOFError, ConnectionError):  # rank 0 has closed the pipe
         parallel_state.leave()
+        os._exit(0)  # torch's own end takes seconds
     except Exception:
         with suppress(OSError):  # rank 0, which raises it, may be gone
             pipe.send(Answer(failure=traceback.format_exc(), failed_at=time.monotonic()))
