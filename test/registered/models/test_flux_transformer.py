@@ -30,6 +30,7 @@ SITES_ON_GPU = (
     flux.FLUX_QK_NORM_ROPE,
     flux.FLUX_JOINT_QK_NORM_ROPE,
     flux.FLUX_GELU_CONCAT,
+    flux.FLUX_JOINT_VALUES,
 )
 
 

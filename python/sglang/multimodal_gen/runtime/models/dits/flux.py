@@ -37,6 +37,7 @@ from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
 from sglang.multimodal_gen.runtime.models.dits.flux_sites import (  # noqa: F401 - names of flux
     FLUX_GELU_CONCAT,
     FLUX_JOINT_QK_NORM_ROPE,
+    FLUX_JOINT_VALUES,
     FLUX_LN_MODULATE,
     FLUX_MODULATE,
     FLUX_QK_NORM_ROPE,
@@ -44,6 +45,7 @@ from sglang.multimodal_gen.runtime.models.dits.flux_sites import (  # noqa: F401
     LN_EPS,
     _flux_gelu_concat,
     _flux_joint_qk_norm_rope,
+    _flux_joint_values,
     _flux_ln_modulate,
     _flux_modulate,
     _flux_qk_norm_rope,
@@ -301,8 +303,6 @@ class FluxAttention(nn.Module):
     `joint=True` adds the text stream's projections and the output projections.
     """
 
-    PACKED = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
-
     def __init__(self, params: FluxParams, attention: AttentionBackend, *, joint: bool) -> None:
         super().__init__()
         dim, head = params.hidden, params.attention_head_dim
@@ -312,7 +312,10 @@ class FluxAttention(nn.Module):
         self.norm_q = nn.RMSNorm(head, eps=LN_EPS)
         self.norm_k = nn.RMSNorm(head, eps=LN_EPS)
         self.to_q, self.to_k, self.to_v = (nn.Linear(dim, dim) for _ in range(3))
+        self.PACKED = (("to_q", "to_k", "to_v"),)
         if joint:
+            # values of two streams are written into one buffer instead, which spares a join
+            self.PACKED = (("to_q", "to_k"), ("add_q_proj", "add_k_proj"))
             self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
             self.norm_added_q = nn.RMSNorm(head, eps=LN_EPS)
             self.norm_added_k = nn.RMSNorm(head, eps=LN_EPS)
@@ -331,15 +334,14 @@ class FluxAttention(nn.Module):
         self, img: torch.Tensor, txt: torch.Tensor, rope: Rope
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Two streams. img [B, S, D], txt [B, T, D] -> (img, txt), projected."""
-        q, k, v = map(self._heads, project(img, self.to_q, self.to_k, self.to_v))
-        txt_q, txt_k, txt_v = map(
-            self._heads, project(txt, self.add_q_proj, self.add_k_proj, self.add_v_proj)
-        )
+        q, k = map(self._heads, project(img, self.to_q, self.to_k))
+        txt_q, txt_k = map(self._heads, project(txt, self.add_q_proj, self.add_k_proj))
+        v = self._heads(_flux_joint_values(txt, img, self.add_v_proj, self.to_v))
 
         # text comes first in the joint sequence
         norms = (self.norm_added_q, self.norm_added_k, self.norm_q, self.norm_k)
         q, k = _flux_joint_qk_norm_rope(txt_q, txt_k, q, k, *(n.weight for n in norms), rope)
-        out = self.attention(q, k, torch.cat([txt_v, v], dim=1))
+        out = self.attention(q, k, v)
 
         txt_out, img_out = out.split_with_sizes([txt.shape[1], img.shape[1]], dim=1)
         return self.to_out[0](img_out.contiguous()), self.to_add_out(txt_out.contiguous())

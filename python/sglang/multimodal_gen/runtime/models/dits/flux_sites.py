@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate
 from sglang.kernels.ops.diffusion.fused_ln_modulate import (
@@ -56,6 +57,7 @@ FLUX_LN_MODULATE = BitExactFusionGate("flux.layernorm_modulate", per_signature=T
 FLUX_MODULATE = BitExactFusionGate("flux.modulate_scale_shift", per_signature=True)
 FLUX_QK_NORM_ROPE = BitExactFusionGate("flux.qk_rmsnorm_rope", per_signature=True)
 FLUX_JOINT_QK_NORM_ROPE = BitExactFusionGate("flux.joint_qk_rmsnorm_rope", per_signature=True)
+FLUX_JOINT_VALUES = BitExactFusionGate("flux.joint_values", per_signature=True)
 FLUX_GELU_CONCAT = BitExactFusionGate("flux.gelu_tanh_concat", per_signature=True)
 
 
@@ -140,6 +142,38 @@ def _flux_joint_qk_norm_rope(
         *args,
         LN_EPS,
     )
+
+
+def _flux_joint_values(
+    txt: torch.Tensor, img: torch.Tensor, txt_proj: nn.Module, img_proj: nn.Module
+) -> torch.Tensor:
+    """cat([txt_proj(txt), img_proj(img)]): two GEMMs into one buffer, on the GPU. txt [B, T, D],
+    img [B, S, D] -> [B, J, N]; 19 sites a step."""
+
+    def joined(txt: torch.Tensor, img: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.cat([txt_proj(txt), img_proj(img)], dim=1)
+
+    plain = all(type(proj) is nn.Linear and proj.bias is not None for proj in (txt_proj, img_proj))
+    usable = plain and txt.is_cuda and len(txt) == 1 and txt.dtype == img_proj.weight.dtype
+    parameters = [p for proj in (txt_proj, img_proj) for p in proj.parameters()] if plain else []
+    return run_site(
+        FLUX_JOINT_VALUES, _project_into_one if usable else None, joined, txt, img, *parameters
+    )
+
+
+def _project_into_one(
+    txt: torch.Tensor,
+    img: torch.Tensor,
+    txt_weight: torch.Tensor,
+    txt_bias: torch.Tensor,
+    img_weight: torch.Tensor,
+    img_bias: torch.Tensor,
+) -> torch.Tensor:
+    tokens = txt.shape[1]
+    out = img.new_empty(1, tokens + img.shape[1], len(img_weight))
+    torch.addmm(txt_bias, txt[0], txt_weight.t(), out=out[0, :tokens])
+    torch.addmm(img_bias, img[0], img_weight.t(), out=out[0, tokens:])
+    return out
 
 
 def _flux_gelu_concat(attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
