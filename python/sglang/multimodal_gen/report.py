@@ -39,6 +39,7 @@ def build_report(
         "num_gpus": pipeline.layout.world,
         "exactness": pipeline.layout.exactness,
         "sites": list(response.sites),
+        "backend": pipeline.backend,
         "attention_backend": pipeline.attention_backend,
         "norm_backend": pipeline.norm_backend,
         "precisions": pipeline.precisions,

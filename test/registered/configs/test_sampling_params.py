@@ -183,6 +183,7 @@ def test_a_model_limit_is_named_with_the_nearest_valid_values(field, value, text
     ],
 )
 def test_a_parameter_that_cannot_act_gives_one_warning(spec, given, words, caplog):
+    caplog.set_level("WARNING", logger="sglang")
     SamplingParams(prompt="a", **given).resolve(spec)
     assert [words in record.message for record in caplog.records] == [True]
 
@@ -198,5 +199,6 @@ def test_a_parameter_that_cannot_act_gives_one_warning(spec, given, words, caplo
     ],
 )
 def test_no_warning_when_everything_acts(spec, given, caplog):
+    caplog.set_level("WARNING", logger="sglang")
     SamplingParams(prompt="a", **given).resolve(spec).resolve(spec)
     assert caplog.records == []

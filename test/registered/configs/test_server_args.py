@@ -10,6 +10,7 @@ register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 REFUSED = {
     "model_path": ["", "a\0b", 3, b"x"],
+    "backend": ["", "vllm", None, 1],
     "num_gpus": [0, 65, True, "1", None],
     "tp_size": [0, 65, True, "1"],
     "ulysses_degree": [0, 65, 2.0],
@@ -62,6 +63,11 @@ def test_an_unknown_keyword_names_the_nearest():
         ({"device": "cpu", "text_encoder_cpu_offload": True}, "text_encoder_cpu_offload"),
         ({"device": "cpu", "attention_backend": "cudnn"}, "attention_backend"),
         ({"num_gpus": 2, "enable_torch_compile": True}, "enable_torch_compile"),
+        ({"num_gpus": 2, "backend": "diffusers"}, "num_gpus"),
+        (
+            {"load_format": "dummy", "model_path": "GLM-Image", "backend": "diffusers"},
+            "load_format",
+        ),
     ],
 )
 def test_contradictions_raise_instead_of_overriding(given, field):

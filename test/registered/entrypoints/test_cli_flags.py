@@ -25,7 +25,7 @@ PINNED = """
     --max-sequence-length --use-pe --image --strength --output-path --output-file-name
     --save-output --output-format --output-compression --return-frames --profile
     --num-profiled-timesteps
-    --model-path --num-gpus --tp-size --ulysses-degree --enable-cfg-parallel --local-mode
+    --model-path --backend --num-gpus --tp-size --ulysses-degree --enable-cfg-parallel --local-mode
     --load-format --device --dit-precision --vae-precision --text-encoder-precision
     --attention-backend --performance-mode --text-encoder-cpu-offload --enable-torch-compile
     --fast-paths --log-level
@@ -104,8 +104,8 @@ def test_every_flag_reaches_its_field(tmp_path):
 
 def test_process_flags_reach_their_fields():
     words = (
-        "--model-path m --num-gpus 1 --tp-size 1 --ulysses-degree 1 --no-enable-cfg-parallel "
-        "--local-mode --load-format auto --device cuda "
+        "--model-path m --backend sglang --num-gpus 1 --tp-size 1 --ulysses-degree 1 "
+        "--no-enable-cfg-parallel --local-mode --load-format auto --device cuda "
         "--dit-precision bf16 --vae-precision fp32 --text-encoder-precision fp16 "
         "--attention-backend cudnn --performance-mode manual --text-encoder-cpu-offload "
         "--enable-torch-compile --no-fast-paths --log-level debug"

@@ -30,7 +30,7 @@ class ModelSpec:
     width: int = 1024
     height: int = 1024
     num_inference_steps: int = 50
-    guidance_scale: float = 0.0
+    guidance_scale: float | None = 0.0  # None: the pipeline decides
     true_cfg_scale: float = 1.0
     negative_prompt: str | None = None
     max_sequence_length: int = 512
@@ -47,6 +47,8 @@ class ModelSpec:
     min_condition_side: int = 1  # pixels
     max_condition_ratio: float | None = None  # of the longer side to the shorter
     strength: float | None = None  # of img2img
+    cfg_needs_negative_prompt: bool = True
+    untaken: tuple[str, ...] = ()  # parameters that the pipeline does not take
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> "ModelSpec":
         """The spec with a checkpoint's own defaults, checked as strictly as a request.
@@ -178,6 +180,25 @@ def read_model_spec(folder: Path) -> ModelSpec:
         overrides=overrides,
         has_prompt_enhancer=_has_component(index, "pe"),
     )
+
+
+def choose_backend(asked: str, folder: Path) -> str:
+    """Who runs the model in `folder`: "sglang" or "diffusers". With asked="auto" diffusers runs
+    every pipeline class that is not in the table."""
+    if asked != "auto":
+        return asked
+    name = read_json(folder / "model_index.json").get("_class_name")
+    known = any(name == known for known, _ in MODEL_SPECS)
+    return "sglang" if known or not isinstance(name, str) else "diffusers"
+
+
+def known_spec(model_path: str | None, load_format: str, backend: str) -> ModelSpec | None:
+    """The spec where files alone tell it; None for a hub id, which is looked at when it is loaded,
+    and for diffusers, whose spec is the loaded pipeline's. Raises like `read_model_spec`."""
+    folder = local_model_folder(model_path, load_format)
+    if folder is None or choose_backend(backend, folder) == "diffusers":
+        return None
+    return read_model_spec(folder)
 
 
 def _has_component(index: Mapping[str, Any], name: str) -> bool:

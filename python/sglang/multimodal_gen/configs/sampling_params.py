@@ -201,6 +201,8 @@ class SamplingParams:
         guidance_acts = spec.has_guidance_embedding or spec.guidance_scale_is_cfg
         guidance_is_inert = not guidance_acts and self.guidance_scale is not None
         has_negative = self.negative_prompt is not None or spec.negative_prompt is not None
+        lacks_negative = spec.cfg_needs_negative_prompt and not has_negative
+        asks_for_cfg = self.true_cfg_scale is not None and scale > 1
         checks = {
             f"guidance_scale={self.guidance_scale} has no effect: this model has no guidance "
             "embedding": guidance_is_inert and self.guidance_scale != spec.guidance_scale,
@@ -208,7 +210,7 @@ class SamplingParams:
                 self.negative_prompt is not None and scale <= 1
             ),
             f"true_cfg_scale={scale} has no effect without negative_prompt; give one, it may be "
-            "empty": scale > 1 and not has_negative,
+            "empty": asks_for_cfg and lacks_negative,
             "strength has no effect without image": (
                 self.strength is not None and self.image is None
             ),
@@ -228,7 +230,12 @@ class SamplingParams:
                 self.num_profiled_timesteps != DEFAULT_PROFILED_TIMESTEPS and not self.profile
             ),
         }
-        return [sentence for sentence, applies in checks.items() if applies]
+        acting = [sentence for sentence, applies in checks.items() if applies]
+        for name in spec.untaken:
+            acting = [sentence for sentence in acting if not sentence.startswith(name)]
+            if getattr(self, name) not in (None, getattr(spec, name)):
+                acting.append(f"{name} has no effect: {spec.pipeline_class} does not take it")
+        return acting
 
     def expand(self) -> list[ImageRequest]:
         """One entry per picture, in prompt order; picture i has seed + i or the i-th given seed."""

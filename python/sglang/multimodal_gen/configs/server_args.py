@@ -24,6 +24,11 @@ class ServerArgs:
     model_path: str | None = setting(
         None, Folder(optional=True), "diffusers folder or hub id; default: bundled model"
     )
+    backend: str = setting(
+        "auto",
+        Choice(("auto", "sglang", "diffusers")),
+        "diffusers: its own pipeline; auto: for models that sglang lacks",
+    )
     num_gpus: int = setting(1, Integer(1, 64), "GPUs a picture; with --device cpu: processes")
     tp_size: int | None = setting(
         None, Integer(1, 64, optional=True), "parts of heads and MLPs (FLUX.1); default: 1"
@@ -82,7 +87,24 @@ class ServerArgs:
         asked = getattr(self, f"{component}_precision")
         return asked or ("bf16" if device_type == "cuda" else "fp32")
 
+    def check_acts_on_diffusers(self) -> None:
+        """Raise InvalidParameter for a setting that cannot act with the diffusers backend."""
+        cannot = {
+            "num_gpus": 1,
+            "load_format": "auto",
+            "attention_backend": "auto",
+        }
+        for name, only in cannot.items():
+            if getattr(self, name) != only:
+                raise rejected(name, getattr(self, name), f"{only!r} with the diffusers backend")
+        if self.offload_text_encoder:
+            saver = {"memory": "performance_mode"}.get(self.performance_mode)
+            name = saver or "text_encoder_cpu_offload"
+            raise rejected(name, getattr(self, name), "another one with the diffusers backend")
+
     def _check_conflicts(self) -> None:
+        if self.backend == "diffusers":
+            self.check_acts_on_diffusers()
         if not self.local_mode:
             raise rejected("local_mode", False, "True: the engine runs in this process")
         if self.enable_torch_compile and self.num_gpus > 1:

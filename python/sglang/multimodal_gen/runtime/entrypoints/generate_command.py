@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang.multimodal_gen.configs.model_specs import local_model_folder, read_model_spec
+from sglang.multimodal_gen.configs.model_specs import known_spec
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import InvalidParameter
@@ -82,9 +82,9 @@ def _checked_job(given: argparse.Namespace) -> _Job:
         check_writable_folder("output_path", Path(params.output_path))
     if given.report is not None:
         check_output_file("report", given.report)
-    folder = local_model_folder(args.model_path, args.load_format)
-    if folder is not None:  # a hub id is looked at when it is loaded
-        params.fit(read_model_spec(folder))
+    spec = known_spec(args.model_path, args.load_format, args.backend)
+    if spec is not None:
+        params.fit(spec)
     return _Job(request=request, server=server, log_level=args.log_level, report=given.report)
 
 

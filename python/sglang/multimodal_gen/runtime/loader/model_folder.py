@@ -5,7 +5,7 @@ from pathlib import Path
 from sglang.multimodal_gen.configs.model_specs import local_model_folder
 from sglang.multimodal_gen.configs.validation import InvalidParameter
 
-COMPONENT_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
+COMPONENT_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 HUB_FILES = ["model_index.json", *(f"*/{pattern}" for pattern in COMPONENT_FILES)]
 
 

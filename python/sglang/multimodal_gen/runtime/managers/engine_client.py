@@ -4,11 +4,7 @@ import asyncio
 import logging
 from typing import Any
 
-from sglang.multimodal_gen.configs.model_specs import (
-    ModelSpec,
-    local_model_folder,
-    read_model_spec,
-)
+from sglang.multimodal_gen.configs.model_specs import ModelSpec, known_spec
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.managers.engine_state import EngineSnapshot, EngineState
@@ -43,8 +39,7 @@ class EngineClient:
     def __init__(
         self, args: ServerArgs, *, max_queue: int, request_timeout: float, warmup: bool = True
     ) -> None:
-        folder = local_model_folder(args.model_path, args.load_format)
-        self._spec = read_model_spec(folder) if folder is not None else None
+        self._spec = known_spec(args.model_path, args.load_format, args.backend)
         self._args, self._warmup = args, warmup
         self._state, self._detail = EngineState.LOADING, "the model is not loaded yet"
         self._settled = asyncio.Event()

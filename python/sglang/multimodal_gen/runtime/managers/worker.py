@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 
 import torch
 
 from sglang.kernels.ops.diffusion.bitexact_gate import all_gates, fast_paths
-from sglang.multimodal_gen.configs.model_specs import read_model_spec
+from sglang.multimodal_gen.configs.model_specs import ModelSpec, choose_backend, read_model_spec
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import rejected
 from sglang.multimodal_gen.report import fused_sites
@@ -28,7 +29,8 @@ from sglang.multimodal_gen.runtime.managers.rank_launch import (
     find_layout,
     start_ranks,
 )
-from sglang.multimodal_gen.runtime.pipelines.base import Pipeline
+from sglang.multimodal_gen.runtime.pipelines.base import LoadProgress, Pipeline
+from sglang.multimodal_gen.runtime.pipelines.diffusers_pipeline import build_diffusers
 from sglang.multimodal_gen.runtime.pipelines.parallel_denoising import lead_ranks
 from sglang.multimodal_gen.runtime.pipelines.registry import PIPELINES
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
@@ -38,32 +40,38 @@ from sglang.multimodal_gen.runtime.pipelines.stages.state import (
 )
 from sglang.multimodal_gen.runtime.profiling import RequestProfiler
 
+Builder = Callable[[ComponentLoader, ServerArgs, LoadProgress], Pipeline]
+
 
 class Worker:
     """Loads the model at construction. `execute` is called by one thread at a time."""
 
     def __init__(self, args: ServerArgs, emit: EmitProgress) -> None:
         folder = find_model_folder(args.model_path, args.load_format)
-        self.spec = read_model_spec(folder)
-        layout = find_layout(args, self.spec, folder)
-        self.device = resolve_device(args.device)
-        check_devices(args, self.device)
         self._fast_paths = args.fast_paths
         self._ranks, parallel = None, SINGLE
-        if layout.world > 1:
-            self._ranks, parallel = start_ranks(args, layout, self.device, folder)
+        self.device = resolve_device(args.device)
+        build: Builder = build_diffusers
+        if choose_backend(args.backend, folder) == "sglang":
+            spec = read_model_spec(folder)
+            layout = find_layout(args, spec, folder)
+            check_devices(args, self.device)
+            if layout.world > 1:
+                self._ranks, parallel = start_ranks(args, layout, self.device, folder)
+            build = partial(_build, spec)
         loader = ComponentLoader(folder, args.load_format == "dummy", self.device, parallel)
         try:
-            self.pipeline = self._load(loader, args, emit)
+            self.pipeline = self._load(build, loader, args, emit)
         except BaseException:
             self.close()
             raise
+        self.spec = self.pipeline.spec
 
-    def _load(self, loader: ComponentLoader, args: ServerArgs, emit: EmitProgress) -> Pipeline:
+    def _load(
+        self, build: Builder, loader: ComponentLoader, args: ServerArgs, emit: EmitProgress
+    ) -> Pipeline:
         with numeric_switches(self.device), quiet_libraries():
-            pipeline = PIPELINES[self.spec.pipeline_class](
-                loader, self.spec, args, lambda *step: emit(Progress(*step))
-            )
+            pipeline = build(loader, args, lambda *step: emit(Progress(*step)))
         if args.enable_torch_compile:
             pipeline.transformer.compile()
             pipeline.compiled = True
@@ -116,6 +124,12 @@ class Worker:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _build(
+    spec: ModelSpec, loader: ComponentLoader, args: ServerArgs, on_load: LoadProgress
+) -> Pipeline:
+    return PIPELINES[spec.pipeline_class](loader, spec, args, on_load)
 
 
 def resolve_device(name: str) -> torch.device:

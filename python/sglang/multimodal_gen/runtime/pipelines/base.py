@@ -30,6 +30,7 @@ class Pipeline:
     device: torch.device
     attention_backend: str
     precisions: dict[str, str]
+    backend: str = "sglang"  # or "diffusers"
     norm_backend: str | None = None  # the RMSNorm kernel, where the model's norm has a choice
     layout: ParallelLayout = ParallelLayout()  # of the ranks that make a picture together
     compiled: bool = False  # torch.compile changes rounding: never reported as lossless
