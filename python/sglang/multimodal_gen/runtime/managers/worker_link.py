@@ -87,6 +87,7 @@ class WorkerLink:
             self._process.join(EXIT_TIMEOUT_S)
             self.kill()
             self._process.join()
+            self._inbox.close()
             self._outgoing.put(None)
             atexit.unregister(self.kill)
             self._deliver(self.ended.set_result, _how_it_ended(self._process.exitcode))
