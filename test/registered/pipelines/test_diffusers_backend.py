@@ -14,13 +14,15 @@ from sglang.multimodal_gen.configs.model_specs import known_spec
 from sglang.multimodal_gen.configs.validation import InvalidParameter
 from sglang.multimodal_gen.runtime.entrypoints import generate_command
 from sglang.multimodal_gen.runtime.loader.weights import CheckpointError
+from sglang.multimodal_gen.runtime.managers.numeric_switches import numeric_switches
 from sglang.multimodal_gen.runtime.pipelines.diffusers_pipeline import DiffusersPipelineError
 from sglang.multimodal_gen.runtime.pipelines.stages.checks import NonFiniteError
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.tiny_checkpoints import write_tiny_flux
 from sglang.test.tiny_diffusers import write_tiny_qwen_image, write_tiny_sdxl, write_tiny_z_image
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
+register_cuda_ci(est_time=40, stage="base-b-kernel-unit", runner_config="1-gpu-large")
 
 WRITERS = {
     "sdxl": write_tiny_sdxl,
@@ -324,3 +326,19 @@ def test_a_local_folder_never_touches_the_network(folders, monkeypatch):
     )
     with load(folders["z_image"]) as engine:
         assert len(sha(engine, num_inference_steps=1)) == 64
+
+
+# On the GPU, bfloat16.
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("model", WRITERS)
+def test_a_picture_is_that_of_the_pipelines_own_call_on_cuda(folders, model):
+    pipe = DiffusionPipeline.from_pretrained(folders[model], torch_dtype=torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    request = {"prompt": PROMPT, **SMALL, **CFG[model]}
+    with numeric_switches(torch.device("cuda")):
+        expected = direct(pipe.to("cuda"), **request)
+    with DiffGenerator.from_pretrained(folders[model], log_level="error") as engine:
+        assert np.array_equal(ours(engine, **request), expected)
+        assert np.array_equal(ours(engine, **request), expected)

@@ -20,10 +20,12 @@ from test_flux_parity import (
 )
 
 from sglang.multimodal_gen import DiffGenerator
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.multimodal_gen.runtime.entrypoints import generate_command
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.tiny_checkpoints import write_tiny_flux
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
+register_cuda_ci(est_time=40, stage="base-b-kernel-unit", runner_config="1-gpu-large")
 
 SMALL = {"width": 64, "height": 64, "max_sequence_length": 32}
 # (steps, strength) -> steps that run
@@ -189,3 +191,43 @@ def test_a_checkpoint_may_have_a_strength_of_its_own(pairs):
     assert spec.with_overrides({"strength": 0.25}).strength == 0.25
     with pytest.raises(ValueError, match="strength: got 2"):
         spec.with_overrides({"strength": 2})
+
+
+def test_the_command_line_edits(pairs, tmp_path, capsys):
+    folder = pairs["dev"].engine.server_args.model_path
+    source = tmp_path / "in.png"
+    picture().save(source)
+    words = ["--model-path", folder, "--prompt", "a", "--device", "cpu", "--image", str(source)]
+    words += ["--width=64", "--height=64", "--num-inference-steps=4", "--strength=0.5"]
+    assert generate_command.run([*words, "--output-path", str(tmp_path / "out")]) == 0
+    (made,) = (tmp_path / "out").glob("*.png")
+    assert str(made) in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        generate_command.run([*words, "--image", str(source)])
+    assert caught.value.code == 2
+    assert "image: got 2 pictures, expected at most 1" in capsys.readouterr().err
+
+
+def test_a_lower_strength_stays_closer_to_the_picture():
+    with DiffGenerator.from_pretrained(device="cpu", log_level="error") as bundled:
+        start = bundled.generate("a green apple", seed=1, return_frames=True)
+        request = {"prompt": "a red apple", "image": start.image, "return_frames": True}
+        frames = [bundled.generate(**request, strength=s).frames for s in (0.15, 0.6, 1.0)]
+    distances = [np.abs(f.astype(float) - start.frames).mean() for f in frames]
+    assert distances == sorted(distances) and distances[0] < 0.2 * distances[-1]
+    red, green, _ = frames[-1][44:84, 44:84].reshape(-1, 3).mean(0)
+    assert red > 2 * green, "the picture did not become what the prompt says"
+
+
+# On the GPU, bfloat16, tiny sizes.
+
+
+@pytest.mark.cuda
+def test_fast_paths_on_and_off_give_one_hash_on_cuda(tmp_path):
+    folder = write_tiny_flux(tmp_path / "dev", guidance_embeds=True)
+    hashes = []
+    for fast in (True, False, True):
+        options = {"attention_backend": "efficient", "log_level": "error", "fast_paths": fast}
+        with DiffGenerator.from_pretrained(folder, **options) as made:
+            hashes += [sha(made), sha(made), sha(made, seed=41, num_outputs_per_prompt=1)]
+    assert hashes[:3] == hashes[3:6] == hashes[6:] and len(set(hashes)) == 2

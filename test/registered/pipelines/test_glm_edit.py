@@ -26,10 +26,11 @@ from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.configs import model_specs
 from sglang.multimodal_gen.configs.validation import InvalidParameter
 from sglang.multimodal_gen.runtime.pipelines.stages import prior_tokens
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.tiny_glm import SPECIAL, write_tiny_glm
 
 register_cpu_ci(est_time=60, suite="base-a-test-cpu")
+register_cuda_ci(est_time=40, stage="base-b-kernel-unit", runner_config="1-gpu-large")
 
 EXACT = ("prompt_ids", "prior_tokens", "prior_ids", "glyph_ids", "mask", "timestep", "size")
 CLOSE = ("latents", "velocity", "decoded_from", "decoded", "encoded_from", "encoded", "memory")
@@ -234,3 +235,18 @@ def test_random_weights_edit_too(tmp_path, monkeypatch):
     options = {"load_format": "dummy", "device": "cpu", "log_level": "error"}
     with DiffGenerator.from_pretrained("GLM-Image", **options) as made:
         assert sha(made) == sha(made) != sha(made, image=None)
+
+
+# On the GPU, bfloat16, tiny sizes.
+
+
+@pytest.mark.cuda
+def test_fast_paths_on_and_off_give_one_hash_on_cuda(tmp_path):
+    folder = write_tiny_glm(tmp_path / "glm")
+    hashes = []
+    for fast in (True, False, True):
+        options = {"attention_backend": "efficient", "log_level": "error", "fast_paths": fast}
+        with DiffGenerator.from_pretrained(folder, **options) as made:
+            several = [picture(), picture(seed=4)]
+            hashes += [sha(made), sha(made), sha(made, image=several)]
+    assert hashes[:3] == hashes[3:6] == hashes[6:] and len(set(hashes)) == 2
