@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from sglang.multimodal_gen.runtime.entrypoints.console import print_error
+from sglang.multimodal_gen.runtime.entrypoints.http_protocol import HttpProtocol
 from sglang.multimodal_gen.runtime.entrypoints.http_server import create_app
 from sglang.multimodal_gen.runtime.entrypoints.server_context import ServerContext
 from sglang.multimodal_gen.runtime.managers.errors import EngineUnavailable
@@ -44,6 +45,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(context),
+                http=HttpProtocol,
                 log_config=None,
                 access_log=False,  # http_gate.py writes one
                 lifespan="off",
