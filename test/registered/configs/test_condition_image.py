@@ -27,7 +27,11 @@ register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 VAE = {"block_out_channels": [8] * 4}
 PLAIN = replace(
-    model_spec("FluxPipeline", transformer_config={}, vae_config=VAE), edits=None, strength=None
+    model_spec("FluxPipeline", transformer_config={}, vae_config=VAE),
+    edits=None,
+    strength=None,
+    width=96,  # of the shape of `ramp`
+    height=64,
 )
 IMG2IMG = replace(PLAIN, edits="img2img", strength=0.6)
 CONDITION = replace(PLAIN, edits="condition", max_condition_images=3)

@@ -30,6 +30,7 @@ MAX_IMAGES = 256  # prompts x num_outputs_per_prompt
 MAX_PROMPT_BYTES = 65536
 DEFAULT_OUTPUT_PATH = "outputs"
 DEFAULT_PROFILED_TIMESTEPS = 5
+STRETCH_WORTH_A_WORD = 1.1  # a change of the sides' ratio that is seen
 MIN_STRENGTH = 0.001  # of the most steps that there can be, one
 FORMAT_OF_EXTENSION = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp"}
 
@@ -196,7 +197,8 @@ class SamplingParams:
         return {"guidance_scale": scale, "true_cfg_scale": scale}
 
     def ineffective(self, spec: "ModelSpec") -> list[str]:
-        """One sentence for each given parameter that cannot act on this model or request."""
+        """One sentence for each given parameter that cannot act on this model or request, or acts
+        unlike it seems to."""
         scale = self._cfg_scale(spec)
         guidance_acts = spec.has_guidance_embedding or spec.guidance_scale_is_cfg
         guidance_is_inert = not guidance_acts and self.guidance_scale is not None
@@ -235,7 +237,19 @@ class SamplingParams:
             acting = [sentence for sentence in acting if not sentence.startswith(name)]
             if getattr(self, name) not in (None, getattr(spec, name)):
                 acting.append(f"{name} has no effect: {spec.pipeline_class} does not take it")
-        return acting
+        return acting + self._stretches(spec)
+
+    def _stretches(self, spec: "ModelSpec") -> list[str]:
+        pictures = self.image or () if spec.edits == "img2img" else ()
+        width, height = self.width or spec.width, self.height or spec.height
+        return [
+            f"image is stretched from {picture.width}x{picture.height} to {width}x{height}; ask for"
+            " a width and height of its shape"
+            for picture in pictures
+            if not 1 / STRETCH_WORTH_A_WORD
+            < picture.width * height / (picture.height * width)
+            < STRETCH_WORTH_A_WORD
+        ]
 
     def expand(self) -> list[ImageRequest]:
         """One entry per picture, in prompt order; picture i has seed + i or the i-th given seed."""

@@ -4,7 +4,6 @@ As `diffusers.FluxImg2ImgPipeline` 0.42.1: of one generator an image, the draws 
 posterior sample of the VAE, then the noise.
 """
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +21,6 @@ from sglang.multimodal_gen.runtime.pipelines.stages.state import BatchState, Ima
 from sglang.multimodal_gen.runtime.pipelines.stages.timestep_preparation import (
     TimestepPreparationStage,
 )
-
-logger = logging.getLogger(__name__)
-
-STRETCH_WORTH_A_WORD = 1.1  # a change of the sides' ratio that is seen
 
 
 @dataclass(kw_only=True)
@@ -45,12 +40,6 @@ class ImageLatentPreparationStage(LatentPreparationStage):
     def encode(self, params: SamplingParams) -> Any:
         """The VAE's posterior of the picture at the request's size, its mean [1, c, h, w]."""
         (picture,) = params.image
-        stretch = picture.width * params.height / (picture.height * params.width)
-        if max(stretch, 1 / stretch) > STRETCH_WORTH_A_WORD:
-            logger.warning(
-                "image is stretched from %dx%d to %dx%d; ask for a width and height of its shape",
-                *(picture.width, picture.height, params.width, params.height),
-            )
         pixels = vae_pixels(picture, params.height, params.width)
         posterior = self.vae.encode(pixels.to(self.device, self.vae.dtype)).latent_dist
         require_finite(self.name, "encoded image", posterior.mean)
