@@ -20,7 +20,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from sglang.multimodal_gen.configs.parallel_layout import ParallelLayout
 from sglang.multimodal_gen.runtime.distributed import parallel_state
+from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +66,15 @@ class RankProcesses:
     """All further ranks of a model."""
 
     def __init__(self, module: str, count: int, timeout_s: float) -> None:
-        """Start ranks 1 to `count`. A step or an answer may take `timeout_s` seconds."""
+        """Start ranks 1 to `count`. A step or an answer may take `timeout_s` seconds.
+
+        Raises RuntimeError where this process already runs collectives of its own.
+        """
+        parallel_state.require_free()
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-ranks-")
         self.store_file = str(Path(self._folder.name) / "store")
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self._joined = False
         self._lost: str | None = None
         self._lock = threading.Lock()
         self._failures: list[Any] = []  # answers of ranks that could not go on
@@ -78,6 +87,12 @@ class RankProcesses:
     def pids(self) -> list[int]:
         """Of the ranks' processes, rank 1 first."""
         return [rank.process.pid for rank in self._ranks]
+
+    def join(self, layout: ParallelLayout, device: torch.device) -> ParallelState:
+        """Meet the other ranks, as rank 0, and end this process's part when they are closed."""
+        state = parallel_state.join(0, layout, device, self.store_file, self.timeout_s)
+        self._joined = True
+        return state
 
     def send(self, messages: Sequence[Any]) -> None:
         """`messages[i]` to rank i + 1. Raises RankLost."""
@@ -93,7 +108,7 @@ class RankProcesses:
 
         Raises RankLost.
         """
-        self._deadline = time.monotonic() + self._timeout_s
+        self._deadline = time.monotonic() + self.timeout_s
         self.send([message] * len(self._ranks))
 
     def answers(self) -> list[Any]:
@@ -123,7 +138,8 @@ class RankProcesses:
             self._lost = reason
         for rank in self._ranks:
             rank.process.kill()
-        parallel_state.abort()
+        if self._joined:
+            parallel_state.abort()
 
     def close(self) -> None:
         """End every process; none is left on return. Can be called twice."""
@@ -132,7 +148,8 @@ class RankProcesses:
         self._closing.set()
         for rank in self._ranks:
             rank.pipe.close()  # the end of the file tells it to end
-        parallel_state.leave()
+        if self._joined:
+            parallel_state.leave()
         deadline = time.monotonic() + EXIT_TIMEOUT_S
         for rank in self._ranks:
             try:
@@ -174,7 +191,7 @@ class RankProcesses:
         while not self._closing.wait(LOOK_EVERY_S):
             self._give_up_dead()
             if self._deadline is not None and time.monotonic() > self._deadline:
-                self.give_up(f"a step or an answer took longer than {self._timeout_s:g} s")
+                self.give_up(f"a step or an answer took longer than {self.timeout_s:g} s")
             if self._lost is not None:
                 logger.error("%s: the generator has ended", self._lost)
                 return

@@ -73,19 +73,25 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def join(
-    rank: int, layout: ParallelLayout, device: torch.device, store_file: str, timeout_s: float
-) -> ParallelState:
-    """Meet the other ranks through `store_file` (NCCL on GPUs, gloo on the CPU).
-
-    Blocks until every rank has come, at most `timeout_s` seconds. Raises RuntimeError where this
-    process already runs collectives of its own, and torch's DistError on a time-out.
-    """
+def require_free() -> None:
+    """Raise RuntimeError where this process already runs collectives: torch has one group of all
+    ranks for a process."""
     if dist.is_initialized():
         raise RuntimeError(
             "num_gpus > 1: torch.distributed is already in use in this process (by another"
             " generator or by the program itself); close the other one or use another process"
         )
+
+
+def join(
+    rank: int, layout: ParallelLayout, device: torch.device, store_file: str, timeout_s: float
+) -> ParallelState:
+    """Meet the other ranks through `store_file` (NCCL on GPUs, gloo on the CPU).
+
+    Blocks until every rank has come, at most `timeout_s` seconds. Raises like `require_free`, and
+    torch's DistError on a time-out.
+    """
+    require_free()
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         backend="nccl" if on_gpu else "gloo",

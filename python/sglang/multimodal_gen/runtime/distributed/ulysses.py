@@ -12,6 +12,7 @@ E head size.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -94,7 +95,7 @@ class SequenceShare(WholeSequence):
         per_rank, first, rows = sum(self.parts), 0, []
         for length, part in zip(self.lengths, self.parts, strict=True):
             token = torch.arange(length)
-            rank, position = token // part, first + token % part
+            rank, position = token // max(part, 1), first + token % max(part, 1)
             rows.append(torch.stack([rank, position]))
             first += part
         rank, position = torch.cat(rows, dim=1)
@@ -133,6 +134,11 @@ class UlyssesAttention:
         """The backend that runs on each rank."""
         return self._attention.name
 
+    @property
+    def parts(self) -> int:
+        """Ranks that the heads are shared out to."""
+        return self._axis.size
+
     def share(self, device: torch.device, *lengths: int) -> SequenceShare:
         """This rank's share of the coming forward, whose joint sequence has these streams."""
         key = (device, lengths)
@@ -143,10 +149,15 @@ class UlyssesAttention:
         self._share = self._shares[key]
         return self._share
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Softmax attention without a mask. q, k, v: [B, L, H, E]; returns [B, L, H * E]."""
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any
+    ) -> torch.Tensor:
+        """Softmax attention without a mask. q, k, v: [B, L, H, E]; returns [B, L, H * E].
+
+        `more` goes to the backend, which sees all tokens and this rank's heads.
+        """
         assert self._share is not None, "share() comes before the first block"
-        return self._share.tokens(self._attention(*self._share.heads(q, k, v)))
+        return self._share.tokens(self._attention(*self._share.heads(q, k, v), *more))
 
 
 def _select(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from sglang.multimodal_gen.runtime.distributed.ulysses import (
     UlyssesAttention,
     WholeSequence,
 )
+from sglang.multimodal_gen.runtime.layers.condition_memory import LayerMemory
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -23,6 +24,8 @@ BACKENDS = {
 class AttentionBackend:
     """The backend this process runs; one object is shared by every attention layer of a model."""
 
+    parts = 1  # that the heads are shared out to
+
     def __init__(self, name: str) -> None:
         if name not in BACKENDS:
             raise ValueError(f"attention_backend: got {name!r}, expected one of {sorted(BACKENDS)}")
@@ -32,12 +35,21 @@ class AttentionBackend:
         """The tokens that this rank holds of a sequence of streams: all of them."""
         return WHOLE
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        memory: LayerMemory | None = None,
+    ) -> torch.Tensor:
         """Softmax attention without a mask.
 
-        q, k, v: [B, S, H, E]; returns [B, S, H * E]. Raises RuntimeError where the pinned backend
+        q, k, v: [B, S, H, E]; returns [B, S, H * E]. `memory` keeps keys and values, or stands
+        before them. Raises RuntimeError where the pinned backend
         cannot run this dtype or shape, instead of taking another one.
         """
+        if memory is not None:
+            k, v = memory.exchange(k, v)
         with sdpa_kernel(BACKENDS[self.name]):
             out = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

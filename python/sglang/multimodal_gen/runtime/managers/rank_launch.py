@@ -15,7 +15,6 @@ from sglang.multimodal_gen.configs.parallel_layout import (
 )
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import rejected
-from sglang.multimodal_gen.runtime.distributed import parallel_state
 from sglang.multimodal_gen.runtime.distributed.launch import RankProcesses
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
 from sglang.multimodal_gen.runtime.pipelines.rank_messages import StartRank
@@ -52,8 +51,7 @@ def start_ranks(
     args: ServerArgs, layout: ParallelLayout, device: torch.device, folder: Path
 ) -> tuple[RankProcesses, ParallelState]:
     """Start ranks 1 and up and join them. They load while the caller does; `answers` waits."""
-    timeout_s = environ.COLLECTIVE_TIMEOUT.get()
-    ranks = RankProcesses(RANK_MODULE, layout.world - 1, timeout_s)
+    ranks = RankProcesses(RANK_MODULE, layout.world - 1, environ.COLLECTIVE_TIMEOUT.get())
     try:
         ranks.answers()  # each has imported what it needs
         ranks.send(
@@ -65,13 +63,13 @@ def start_ranks(
                     folder=str(folder),
                     args=args,
                     store_file=ranks.store_file,
-                    timeout_s=timeout_s,
+                    timeout_s=ranks.timeout_s,
                     threads=torch.get_num_threads(),
                 )
                 for rank in range(1, layout.world)
             ]
         )
-        state = parallel_state.join(0, layout, device, ranks.store_file, timeout_s)
+        state = ranks.join(layout, device)
     except BaseException:
         ranks.close()
         raise

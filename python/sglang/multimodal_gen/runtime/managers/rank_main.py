@@ -25,12 +25,13 @@ from sglang.multimodal_gen.runtime.pipelines.parallel_denoising import JobAbando
 from sglang.multimodal_gen.runtime.pipelines.rank_messages import (
     Answer,
     DenoiseJob,
+    Outline,
     StartRank,
     image_of,
 )
 from sglang.multimodal_gen.runtime.pipelines.registry import DENOISING
 from sglang.multimodal_gen.runtime.pipelines.stages.checks import NonFiniteError
-from sglang.multimodal_gen.runtime.pipelines.stages.state import BatchState, ImageState
+from sglang.multimodal_gen.runtime.pipelines.stages.state import BatchState, ConditionState
 
 PARENT_CHECK_S = 0.5
 
@@ -81,22 +82,25 @@ class FollowingRank:
             gate.reset_counters()
         allowed = nullcontext() if self._start.args.fast_paths else fast_paths(False)
         with torch.inference_mode(), numeric_switches(self.device), allowed:
-            batch = BatchState(job.params, self._receive(job), self._wait, job.true_cfg)
+            batch = self._receive(job)
             try:
                 self._stage(batch)
             except (JobAbandoned, NonFiniteError):
                 pass  # rank 0 has the same reason, and tells its caller
         self._pipe.send(Answer(sites=fused_sites(batch.mounted)))
 
-    def _receive(self, job: DenoiseJob) -> list[ImageState]:
-        images = []
-        for request, outline in job.images:
-            tensors = {
-                path: parallel_state.broadcast(torch.empty(shape, dtype=dtype, device=self.device))
-                for path, (shape, dtype) in outline.items()
-            }
-            images.append(image_of(request, tensors))
-        return images
+    def _receive(self, job: DenoiseJob) -> BatchState:
+        images = [image_of(request, self._tensors(outline)) for request, outline in job.images]
+        conditions = [
+            ConditionState(size=size, **self._tensors(outline)) for size, outline in job.conditions
+        ]
+        return BatchState(job.params, images, self._wait, job.true_cfg, conditions)
+
+    def _tensors(self, outline: Outline) -> dict[str, torch.Tensor]:
+        return {
+            path: parallel_state.broadcast(torch.empty(shape, dtype=dtype, device=self.device))
+            for path, (shape, dtype) in outline.items()
+        }
 
     def _wait(self, label: str, done: int, total: int) -> None:
         """After each step: rank 0's word."""

@@ -5,6 +5,7 @@ sends the job, broadcasts the tensors, and runs the ordinary stage, as the other
 each step rank 0 says whether to go on, so that a cancelled request leaves no rank in a collective.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +16,13 @@ from sglang.multimodal_gen.runtime.pipelines.base import Pipeline
 from sglang.multimodal_gen.runtime.pipelines.rank_messages import (
     DenoiseJob,
     StepDone,
+    condition_tensors,
     tensors_of,
 )
 from sglang.multimodal_gen.runtime.pipelines.stages.checks import NonFiniteError
 from sglang.multimodal_gen.runtime.pipelines.stages.denoising import DenoisingStage
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
     BatchState,
-    ImageState,
     ProgressCallback,
 )
 
@@ -51,8 +52,7 @@ class LeadingDenoisingStage:
         self.ranks.send_all(DenoiseJob.of(batch))
         pacer = _Pacer(self.ranks, batch.on_progress)
         try:
-            for image in batch.images:
-                _broadcast(image)
+            _broadcast(batch)
             batch.on_progress = pacer.on_progress
             self.stage(batch)
         except BaseException as error:
@@ -110,6 +110,9 @@ class _Pacer:
         self._ranks.send_all(StepDone(proceed=True))
 
 
-def _broadcast(image: ImageState) -> None:
-    for _, tensor in tensors_of(image):
+def _broadcast(batch: BatchState) -> None:
+    """Everything that `FollowingRank` receives, in its order."""
+    found = [tensors_of(image) for image in batch.images]
+    found += [condition_tensors(condition) for condition in batch.conditions]
+    for _, tensor in itertools.chain(*found):
         broadcast(tensor.contiguous())

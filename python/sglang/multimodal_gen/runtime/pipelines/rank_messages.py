@@ -1,6 +1,6 @@
 """What rank 0 tells the further ranks of a picture, and what they answer. Tensors are broadcast."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from sglang.multimodal_gen.configs.sampling_params import ImageRequest, Sampling
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
     BatchState,
+    ConditionState,
     ImageState,
     TextEmbeds,
 )
@@ -18,6 +19,7 @@ from sglang.multimodal_gen.runtime.pipelines.stages.state import (
 TEXTS = ("text", "negative_text")
 PARTS = ("tokens", "pooled", "prior")
 TENSORS = ("prior_ids", "latents", "img_ids", "sigmas", "timesteps")
+CONDITION_TENSORS = ("prior_ids", "latents")
 Outline = dict[str, tuple[torch.Size, torch.dtype]]  # path of a tensor -> what it is
 
 
@@ -42,15 +44,15 @@ class DenoiseJob:
     params: SamplingParams
     true_cfg: bool
     images: tuple[tuple[ImageRequest, Outline], ...]
+    conditions: tuple[tuple[tuple[int, int], Outline], ...]  # size and tensors of each
 
     @classmethod
     def of(cls, batch: BatchState) -> "DenoiseJob":
         """The job of a batch that is ready to be denoised."""
-        images = tuple(
-            (image.request, {path: (x.shape, x.dtype) for path, x in tensors_of(image)})
-            for image in batch.images
-        )
-        return cls(replace(batch.params, image=None, strength=None), batch.true_cfg, images)
+        images = tuple((image.request, _outline(tensors_of(image))) for image in batch.images)
+        conditions = tuple((one.size, _outline(condition_tensors(one))) for one in batch.conditions)
+        params = replace(batch.params, image=None, strength=None)  # rank 0 alone reads pictures
+        return cls(params, batch.true_cfg, images, conditions)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,17 @@ def tensors_of(image: ImageState) -> Iterator[tuple[str, torch.Tensor]]:
         for part in PARTS if text is not None else ():
             if getattr(text, part) is not None:
                 yield f"{name}.{part}", getattr(text, part)
+
+
+def condition_tensors(condition: ConditionState) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of everything that denoising reads of a condition image."""
+    for name in CONDITION_TENSORS:
+        if getattr(condition, name) is not None:
+            yield name, getattr(condition, name)
+
+
+def _outline(tensors: Iterable[tuple[str, torch.Tensor]]) -> Outline:
+    return {path: (x.shape, x.dtype) for path, x in tensors}
 
 
 def image_of(request: ImageRequest, tensors: dict[str, torch.Tensor]) -> ImageState:

@@ -128,7 +128,8 @@ class GlmImageTransformer2DModel(nn.Module):
     def remember(
         self, latents: torch.Tensor, prior_ids: torch.Tensor, rope: Rope, pixels: tuple[int, int]
     ) -> torch.Tensor:
-        """The keys and values [N, 2, 1, S, H, E] of a condition image, for `memory` of `forward`.
+        """The keys and values [N, 2, 1, S, H, E] of a condition image, for `memory` of `forward`;
+        of this rank's heads where ranks share them.
 
         latents [1, C, h, w] in the model's dtype; prior_ids int64 [1, S] of its own; `pixels` its
         (height, width). One forward without text at timestep 0; images do not see each other.
@@ -136,7 +137,8 @@ class GlmImageTransformer2DModel(nn.Module):
         p = self.params
         no_glyphs = latents.new_zeros(1, 0, p.text_embed_dim)
         txt, prior = self.condition(no_glyphs, prior_ids, drop_prior=False)
-        shape = (p.num_layers, 2, *prior.shape[:2], p.num_attention_heads, p.attention_head_dim)
+        heads = p.num_attention_heads // self.attention.parts
+        shape = (p.num_layers, 2, *prior.shape[:2], heads, p.attention_head_dim)
         memory = latents.new_empty(shape)
         start = torch.zeros(1, device=latents.device)
         size = torch.tensor([pixels], device=latents.device, dtype=torch.float32)
@@ -344,9 +346,7 @@ class GlmImageAttention(nn.Module):
         joint = torch.cat([txt, img], dim=1)
         q, k, v = map(self._heads, project(joint, self.to_q, self.to_k, self.to_v))
         q, k = _glm_qk_norm_rope(q, k, text_tokens, rope)
-        if memory is not None:
-            k, v = memory.exchange(k, v)
-        out = self.to_out[0](self.attention(q, k, v))
+        out = self.to_out[0](self.attention(q, k, v, memory))
         txt, img = out.split_with_sizes([text_tokens, img.shape[1]], dim=1)
         return img, txt
 
