@@ -95,17 +95,7 @@ def check_norm(width: int) -> None:
     x, update, update_weight, weight = torch.randn(4, width)
     total, out = unwritten(width), unwritten(width)
     residual_rmsnorm_kernels.residual_rmsnorm_kernel[(1,)](
-        x,
-        update,
-        update_weight,
-        weight,
-        total,
-        out,
-        float(EPS),
-        width,
-        HAS_UPDATE=True,
-        LINES=1,
-        PDL=False,
+        x, update, update_weight, weight, total, out, float(EPS), width, HAS_UPDATE=True, PDL=False
     )
     expected = x.numpy() + normed(update.numpy(), update_weight.numpy())
     assert np.array_equal(total.numpy(), expected), width
@@ -140,7 +130,6 @@ def main() -> None:
             if hasattr(module, name):
                 setattr(module, name, stand_in)
     gemv_kernels._exp = elementwise(np.exp)
-    residual_rmsnorm_kernels.prefetch = lambda pointers: None
     cases = [(check_products, (10, 64)), (check_products, (8, 1032)), (check_qkv, (16, 8, 712))]
     places = [((6, 2, 16), 0), ((6, 2, 16), 63), ((16, 1, 32), 64), ((4, 2, 16), 255)]
     cases += [(check_attention, (*heads, slot)) for heads, slot in places]

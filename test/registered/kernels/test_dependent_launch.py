@@ -40,5 +40,5 @@ def test_every_kernel_waits_once_before_it_writes(name):
     for kernel, ptx in compiled(name):
         assert ptx.count(WAIT) == 1 and ptx.count(START) == 1, kernel
         assert ptx.index(START) < ptx.index(WAIT) < ptx.index("st.global"), kernel
-        loads_before = len(re.findall(r"ld\.global\S*v4", ptx[: ptx.index(WAIT)]))
-        assert (loads_before > 0) == kernel.startswith("gemv"), kernel
+        loads_before = len(re.findall(r"ld\.global\S*v[24]", ptx[: ptx.index(WAIT)]))
+        assert (loads_before > 0) == kernel.startswith(("gemv", "residual_rmsnorm")), kernel

@@ -89,14 +89,9 @@ def _launch(
     with torch.cuda.device(x.device):
         residual_rmsnorm_kernel[(x.numel() // x.shape[-1],)](
             x, *given, weight, total, out, eps, HAS_UPDATE=update is not None, num_warps=4,
-            **_width(x.shape[-1]), **launch_options(x.device),
+            D=x.shape[-1], **launch_options(x.device),
         )  # fmt: skip
     return total, out
-
-
-def _width(width: int) -> dict[str, int]:
-    """LINES: as many of 64 elements as a row takes, rounded up to a power of two."""
-    return {"D": width, "LINES": 1 << (-(-width // 64) - 1).bit_length()}
 
 
 def _rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -175,6 +170,6 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
         for name in names
     }
     return [
-        (residual_rmsnorm_kernel, signature, {**_width(4096), "HAS_UPDATE": given, "PDL": False})
+        (residual_rmsnorm_kernel, signature, {"D": 4096, "HAS_UPDATE": given, "PDL": False})
         for given in (False, True)
     ]

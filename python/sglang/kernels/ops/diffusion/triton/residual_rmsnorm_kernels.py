@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sglang.kernels.ops.diffusion.triton.dependent_launch_kernels import begin, prefetch
+from sglang.kernels.ops.diffusion.triton.dependent_launch_kernels import begin
 from sglang.kernels.ops.diffusion.triton.ptx import (
     add_rn,
     div_rn,
@@ -14,24 +14,52 @@ from sglang.kernels.ops.diffusion.triton.ptx import (
 )
 from sglang.kernels.ops.diffusion.triton.rms_sum import add_squares_of_4, fold_halves
 
+CHUNK = tl.constexpr(512)  # of a row: a vector of 4 for each of aten's 128 threads
+
 
 @triton.jit
 def _rstd(acc: tl.tensor, eps: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    """Of the sums `[1, 128]` of aten's 4 warps of 32 threads: lanes first, then warps."""
+    """Of the sums `[1, 128]` of aten's 4 warps of 32 threads: lanes first, then warps.
+
+    The warps fold in registers, (0 + 2) + (1 + 3), which spares two exchanges between warps.
+    """
     warps = fold_halves(tl.reshape(acc, (4, 32)))
-    total = fold_halves(tl.reshape(warps, (1, 4)))
-    return rsqrt_approx(add_rn(div_rn(total, D * 1.0), eps))
+    first, second = tl.split(tl.trans(tl.reshape(warps, (2, 2))))
+    even, odd = tl.split(first + second)
+    return rsqrt_approx(add_rn(div_rn(even + odd, D * 1.0), eps))
 
 
 @triton.jit
-def _read(ptr: tl.tensor, cols: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    return widen(tl.load(ptr + cols, mask=cols < D, other=0.0))
+def _read(ptr: tl.tensor, D: tl.constexpr) -> tl.tuple:
+    """A row of D values in chunks `[1, CHUNK]`, zero past its end; all loads fly at once."""
+    chunks = ()
+    for start in tl.static_range(0, D, CHUNK):
+        cols = start + tl.arange(0, CHUNK)[None, :]
+        chunks = chunks + (tl.load(ptr + cols, mask=cols < D, other=0.0),)
+    return chunks
 
 
 @triton.jit
-def _normed(x: tl.tensor, rstd: tl.tensor, weight: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """fp32 round(weight * round(rstd * x))."""
-    return round_to(mul_rn(weight, round_to(mul_rn(rstd[:, None], x), dtype)), dtype)
+def _write(ptr: tl.tensor, chunks: tl.tuple, D: tl.constexpr) -> None:
+    for i in tl.static_range(len(chunks)):
+        cols = i * CHUNK + tl.arange(0, CHUNK)[None, :]
+        tl.store(ptr + cols, chunks[i].to(ptr.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def _normed(
+    chunks: tl.tuple, weights: tl.tuple, eps: tl.tensor, dtype: tl.constexpr, D: tl.constexpr
+) -> tl.tuple:
+    """fp32 round(weight * round(rstd * x)) of every chunk."""
+    acc = tl.zeros((1, CHUNK // 4), tl.float32)
+    for i in tl.static_range(len(chunks)):
+        acc = add_squares_of_4(acc, widen(chunks[i]))
+    rstd = _rstd(acc, eps, D)
+    normed = ()
+    for i in tl.static_range(len(chunks)):
+        scaled = round_to(mul_rn(rstd, widen(chunks[i])), dtype)
+        normed = normed + (round_to(mul_rn(widen(weights[i]), scaled), dtype),)
+    return normed
 
 
 @triton.jit
@@ -45,50 +73,26 @@ def residual_rmsnorm_kernel(
     eps: tl.tensor,
     D: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
-    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program = one row. Not HAS_UPDATE: x is normed, and `update*`, `sum` are unused.
+    """One program = one row, in registers from its first load to its last store.
 
-    A value is computed again in each pass rather than read back: its inputs are in L1.
+    Not HAS_UPDATE: x is normed, and `update*`, `sum` are unused. A store between two loads would
+    make the second wait, so everything is read first: the weights before the kernels that write
+    x and update have ended.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    lines = tl.arange(0, LINES) * 64 % D  # the weights are cold: a step reads each once
-    prefetch(weight_ptr + lines)
-    if HAS_UPDATE:
-        prefetch(update_weight_ptr + lines)
-    begin(PDL)
     row = tl.program_id(0).to(tl.int64) * D
-    x_ptr, update_ptr, sum_ptr, out_ptr = (
-        x_ptr + row,
-        update_ptr + row,
-        sum_ptr + row,
-        out_ptr + row,
-    )
-    chunk = tl.arange(0, 512)[None, :]
-    update_rstd = tl.zeros((1,), tl.float32)
+    weights = _read(weight_ptr, D)
     if HAS_UPDATE:
-        acc = tl.zeros((1, 128), tl.float32)
-        for start in tl.static_range(0, D, 512):
-            acc = add_squares_of_4(acc, _read(update_ptr, start + chunk, D))
-        update_rstd = _rstd(acc, eps, D)
-    acc = tl.zeros((1, 128), tl.float32)
-    for start in tl.static_range(0, D, 512):
-        cols = start + chunk
-        x = _read(x_ptr, cols, D)
-        if HAS_UPDATE:
-            gain = _read(update_weight_ptr, cols, D)
-            x = add_rn(x, _normed(_read(update_ptr, cols, D), update_rstd, gain, dtype))
-            x = round_to(x, dtype)
-            tl.store(sum_ptr + cols, x.to(dtype), mask=cols < D)
-        acc = add_squares_of_4(acc, x)
-    rstd = _rstd(acc, eps, D)
-    for start in tl.static_range(0, D, 512):
-        cols = start + chunk
-        x = _read(x_ptr, cols, D)
-        if HAS_UPDATE:
-            gain = _read(update_weight_ptr, cols, D)
-            x = add_rn(x, _normed(_read(update_ptr, cols, D), update_rstd, gain, dtype))
-            x = round_to(x, dtype)
-        y = _normed(x, rstd, _read(weight_ptr, cols, D), dtype)
-        tl.store(out_ptr + cols, y.to(dtype), mask=cols < D)
+        update_weights = _read(update_weight_ptr, D)
+    begin(PDL)
+    x = _read(x_ptr + row, D)
+    if HAS_UPDATE:
+        update = _normed(_read(update_ptr + row, D), update_weights, eps, dtype, D)
+        total = ()
+        for i in tl.static_range(len(x)):
+            total = total + (add_rn(widen(x[i]), update[i]).to(dtype),)
+        _write(sum_ptr + row, total, D)
+        x = total
+    _write(out_ptr + row, _normed(x, weights, eps, dtype, D), D)
