@@ -113,6 +113,14 @@ def test_base64_is_the_same_picture(client, pictures):
     assert base64.b64decode(answer.data[0].b64_json) == pictures["a blue fish", 42]
 
 
+def test_a_tier_that_is_not_mounted_is_said(client):
+    answer = client.images.generate(prompt="a", quality="high", extra_body=STEPS)
+    assert answer.data[0].report["quality"] == "lossless" and answer.quality is None
+    assert answer.warnings == [
+        "quality=high was asked for, but the picture is lossless; see report"
+    ]
+
+
 def test_a_list_of_prompts_keeps_its_order(server, pictures):
     answer = post(server, {"prompt": PROMPTS[:2], "seed": [43, 44]} | STEPS).json()
     files = [httpx.get(item["url"]).content for item in answer["data"]]

@@ -53,7 +53,7 @@ def images_response(
     data: Sequence[dict[str, Any]], reply: GenerateReply, job: ImageJob, request_id: str
 ) -> bytes:
     """The body of an answer that is not streamed; `data` as from `image_item`, in prompt order."""
-    about = {"id": request_id, "data": data, "warnings": list(job.warnings)}
+    about = {"id": request_id, "data": data, "warnings": _warnings(job, reply.reports[0])}
     return to_json(_head(job, reply.reports[0]) | about)
 
 
@@ -69,7 +69,7 @@ def completed_event(kind: str, file: bytes, job: ImageJob, report: dict[str, Any
         "usage": NO_TOKENS,
         **head,
         **_about(report),
-        "warnings": list(job.warnings),
+        "warnings": _warnings(job, report),
     }
 
 
@@ -109,6 +109,12 @@ def _head(job: ImageJob, report: Mapping[str, Any]) -> dict[str, Any]:
     }
     # OpenAI's word where it is one; `report` has the tier by its own name.
     return head | ({"quality": "high"} if report["quality"] == "high" else {})
+
+
+def _warnings(job: ImageJob, report: Mapping[str, Any]) -> list[str]:
+    asked, got = job.params.quality, report["quality"]
+    fallen_back = [f"quality={asked} was asked for, but the picture is {got}; see report"]
+    return [*job.warnings, *(fallen_back if got != asked else [])]
 
 
 def _about(report: dict[str, Any]) -> dict[str, Any]:
