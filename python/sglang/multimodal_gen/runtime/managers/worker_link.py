@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from sglang.multimodal_gen import environ
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.managers import channel, worker_process
 
@@ -32,8 +33,7 @@ class WorkerLink:
         self._on_message = on_message
         self._outgoing: queue.SimpleQueue[Any | None] = queue.SimpleQueue()
         self.ended: asyncio.Future[str] = self._loop.create_future()
-        # As cli.py, and before the worker imports torch: spinning OpenMP threads starve the rest.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        environ.let_openmp_threads_sleep()
         context = multiprocessing.get_context("spawn")
         self._inbox, worker_outbox = context.Pipe(duplex=False)
         worker_inbox, self._outbox = context.Pipe(duplex=False)
