@@ -1,10 +1,10 @@
 """The `sglang` command: picks the entrypoint, nothing else."""
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from sglang.multimodal_gen import environ
 from sglang.multimodal_gen.configs.validation import suggestion
 
 # command -> (module with run(words) -> exit status, line of help)
@@ -21,9 +21,7 @@ INTERRUPTED = 130  # what shells expect after Ctrl-C
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0, 1 for a failure, 2 for bad input, 130."""
-    # Before torch is imported. On two shared cores a picture took 7-29 s with spinning OpenMP
-    # threads and 1.3 s without; on idle ones it takes the same. The bytes are equal.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    environ.let_openmp_threads_sleep()
     name, *rest = (sys.argv[1:] if words is None else list(words)) or [""]
     if name in ("-h", "--help"):
         print(_usage())
