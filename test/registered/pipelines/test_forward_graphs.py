@@ -107,6 +107,18 @@ def test_a_graph_that_saves_nothing_is_dropped(graphs, monkeypatch):
 
 @pytest.mark.cuda
 @torch.inference_mode()
+def test_dropped_graphs_are_captured_anew(graphs):
+    for _ in range(2):
+        for seed in range(3):
+            args = arguments(seed)
+            assert torch.equal(graphs("plain", *args), eager(*args))
+        assert len(graphs._graphs) == 1
+        forward_graphs.drop_all_graphs()
+        assert not graphs._graphs
+
+
+@pytest.mark.cuda
+@torch.inference_mode()
 def test_fast_paths_off_and_observed_runs_are_eager(graphs):
     for seed in range(3):
         graphs("plain", *arguments(seed))

@@ -30,6 +30,7 @@ from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
 from sglang.multimodal_gen.runtime.managers.warm_up import canary, warm_up_requests
 from sglang.multimodal_gen.runtime.managers.worker import Worker
 from sglang.multimodal_gen.runtime.managers.worker_process import Mailbox
+from sglang.multimodal_gen.runtime.pipelines.forward_graphs import drop_all_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class WorkerLoop:
         bad state a canary picture is made; if that fails too, the process ends and is replaced."""
         gc.collect()
         if self._worker.device.type == "cuda" and failure.kind != "cancelled":
+            drop_all_graphs()
             torch.cuda.empty_cache()
         if failure.kind not in HARMLESS:
             logger.error("%s\n%s", failure.message, failure.traceback)

@@ -7,6 +7,7 @@ saves nothing (large pictures keep the GPU busy anyway) is dropped.
 """
 
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ MAX_GRAPHS = 4  # each keeps the activations of one forward
 WORTHWHILE = 0.97  # of the eager forward's time
 
 Forward = Callable[..., torch.Tensor]
+_alive: "weakref.WeakSet[ForwardGraphs]" = weakref.WeakSet()
 
 
 class ForwardGraphs:
@@ -41,6 +43,11 @@ class ForwardGraphs:
         self._forward = forward
         self._seen: set[Hashable] = set()
         self._graphs: OrderedDict[Hashable, CapturedForward | None] = OrderedDict()
+        _alive.add(self)
+
+    def drop(self) -> None:
+        """Free every graph; each is captured and proven anew when its kind comes again."""
+        self._graphs.clear()
 
     def __call__(self, variant: Hashable, *args: Any) -> torch.Tensor:
         """`variant` tells apart what the arguments do not show, such as a mounted tier."""
@@ -87,6 +94,12 @@ class ForwardGraphs:
     def _drop_oldest(self) -> None:
         oldest = next(kind for kind, graph in self._graphs.items() if graph is not None)
         del self._graphs[oldest]
+
+
+def drop_all_graphs() -> None:
+    """Free the graphs of every model in this process, which hold the memory of a forward each."""
+    for graphs in _alive:
+        graphs.drop()
 
 
 class CapturedForward:
