@@ -28,36 +28,36 @@ def encode_png(pixels: np.ndarray) -> bytes:
     )
     height, width, _ = pixels.shape
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = _compress(_filter_up(pixels))
+    data = _compress(pixels.reshape(height, 3 * width))
     chunks = ((b"IHDR", header), (b"IDAT", data), (b"IEND", b""))
     return SIGNATURE + b"".join(_chunk(kind, content) for kind, content in chunks)
 
 
-def _filter_up(pixels: np.ndarray) -> np.ndarray:
-    """Rows of [height, 1 + 3 * width] bytes: the filter's number, then differences modulo 256."""
-    height, width, _ = pixels.shape
-    flat = pixels.reshape(height, 3 * width)
-    rows = np.empty((height, 1 + 3 * width), np.uint8)
-    rows[:, 0] = UP_FILTER
-    rows[0, 1:] = flat[0]
-    np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
-    return rows
+def _compress(pixels: np.ndarray) -> bytes:
+    """One zlib stream of all rows [height, 3 * width], of strips that are made side by side."""
+    height, width = pixels.shape
+    rows = np.empty((height, 1 + width), np.uint8)  # each begins with its filter's number
+
+    def strip(start: int) -> bytes:
+        stop = min(start + ROWS_A_STRIP, height)
+        _filter_up(pixels, rows, start, stop)
+        deflate = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS, MEMORY, STRATEGY)
+        # A full flush ends at a byte, and the next strip refers to nothing before it.
+        end = zlib.Z_FINISH if stop == height else zlib.Z_FULL_FLUSH
+        return deflate.compress(rows[start:stop]) + deflate.flush(end)
+
+    run = map if height <= ROWS_A_STRIP else _threads().map
+    strips = b"".join(run(strip, range(0, height, ROWS_A_STRIP)))
+    return ZLIB_HEADER + strips + struct.pack(">I", zlib.adler32(rows))
 
 
-def _compress(rows: np.ndarray) -> bytes:
-    """One zlib stream, of strips that were compressed each by itself."""
-    starts = range(0, len(rows), ROWS_A_STRIP)
-    strips = [rows[start : start + ROWS_A_STRIP] for start in starts]
-    last = [False] * (len(strips) - 1) + [True]
-    run = map if len(strips) == 1 else _threads().map
-    checksum = struct.pack(">I", zlib.adler32(rows))
-    return ZLIB_HEADER + b"".join(run(_compress_strip, strips, last)) + checksum
-
-
-def _compress_strip(rows: np.ndarray, last: bool) -> bytes:
-    deflate = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS, MEMORY, STRATEGY)
-    # A full flush ends at a byte, and the next strip refers to nothing before it.
-    return deflate.compress(rows) + deflate.flush(zlib.Z_FINISH if last else zlib.Z_FULL_FLUSH)
+def _filter_up(pixels: np.ndarray, rows: np.ndarray, start: int, stop: int) -> None:
+    """Fill rows start..stop with differences to the row above, modulo 256; above the first is 0."""
+    rows[start:stop, 0] = UP_FILTER
+    if start == 0:
+        rows[0, 1:] = pixels[0]
+    first = max(start, 1)
+    np.subtract(pixels[first:stop], pixels[first - 1 : stop - 1], out=rows[first:stop, 1:])
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
