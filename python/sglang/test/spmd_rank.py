@@ -20,7 +20,7 @@ from sglang.multimodal_gen.configs.model_specs import read_model_spec
 from sglang.multimodal_gen.configs.parallel_layout import ParallelLayout
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.distributed import parallel_state
-from sglang.multimodal_gen.runtime.loader.component_loader import ComponentLoader, uninitialised
+from sglang.multimodal_gen.runtime.loader.component_loader import ComponentLoader
 from sglang.multimodal_gen.runtime.managers.numeric_switches import numeric_switches
 from sglang.multimodal_gen.runtime.pipelines.registry import DENOISING
 from sglang.multimodal_gen.runtime.pipelines.stages.state import BatchState
@@ -43,8 +43,6 @@ def main(descriptor: int) -> None:
     """Answer cases with latents until the pipe is closed; a failure is answered by its text."""
     torch.set_num_threads(1)
     pipe = Connection(descriptor)
-    with uninitialised(CPU, torch.float32):  # imports for seconds, which the first case would take
-        pass
     pipe.send("ready")
     for case in _cases(pipe):
         if case is None:  # a smaller layout does without this rank

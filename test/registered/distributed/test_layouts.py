@@ -11,6 +11,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from sglang.multimodal_gen.configs.model_specs import read_json, read_model_spec
 from sglang.multimodal_gen.configs.parallel_layout import ModelTraits, legal_layouts
@@ -37,7 +38,8 @@ WRITERS = {
     "glm": lambda folder: write_tiny_glm(folder, heads=HEADS),
 }
 GUIDED = {"negative_prompt": "dark", "true_cfg_scale": 4.0}
-# Odd lengths of text and image, down to one token; guidance 1 and 4; two pictures at once.
+PICTURE = Image.linear_gradient("L").resize((96, 64)).convert("RGB")
+# Odd lengths of text and image, down to one token; guidance 1 and 4; two pictures at once; edits.
 UNEVEN = {
     "flux": [
         {"prompt": "a red apple", "width": 80, "height": 48, "max_sequence_length": 13},
@@ -51,6 +53,7 @@ UNEVEN = {
     "glm": [
         {"prompt": 'a sign "open"', "width": 96, "height": 160, "guidance_scale": 4.0},
         {"prompt": "no sign", "width": 64, "height": 96, "guidance_scale": 1.0},
+        {"prompt": "blue", "width": 64, "height": 64, "image": [PICTURE, PICTURE]},
     ],
 }
 # Parts of a multiple of 32 tokens in each stream, on two and on four ranks.

@@ -54,7 +54,7 @@ class ComponentLoader:
 
     def dit(self, build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
         """The transformer: built without initialisation on its device, then filled strictly."""
-        with uninitialised(self.device, dtype):
+        with new_tensors(self.device, dtype), layers_uninitialised():
             module = build()
         if self.dummy:
             dummy.fill_random(module, self.device)
@@ -178,13 +178,35 @@ def uninitialised(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     parameters take no time. Buffers are computed as usual."""
     from transformers.initialization import no_init_weights
 
+    with no_init_weights(), new_tensors(device, dtype):
+        yield
+
+
+@contextmanager
+def new_tensors(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Tensors made inside are of `dtype` on `device` unless told otherwise."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with no_init_weights(), device:
+        with device:
             yield
     finally:
         torch.set_default_dtype(previous)
+
+
+@contextmanager
+def layers_uninitialised() -> Iterator[None]:
+    """As `uninitialised` for modules of torch's layers alone, as our transformers are; without the
+    imports of transformers, which take a further rank seconds."""
+    layers = (torch.nn.Linear, torch.nn.Embedding, torch.nn.Conv2d)
+    initialise = [layer.reset_parameters for layer in layers]
+    try:
+        for layer in layers:
+            layer.reset_parameters = lambda self: None
+        yield
+    finally:
+        for layer, function in zip(layers, initialise, strict=True):
+            layer.reset_parameters = function
 
 
 def params_from_config(cls: type, config: Mapping[str, Any]) -> Any:
