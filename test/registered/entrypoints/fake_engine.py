@@ -33,6 +33,7 @@ class FakeEngine:
         self.spec = read_model_spec(BUNDLED_MODEL)
         self.outcome = self.refusal = None
         self.held = False
+        self.worker_pid = None
         self.asked, self.cancelled = [], []
 
     def submit(self, params, *, request_id, previews=0):

@@ -403,9 +403,11 @@ def test_the_key_guards_all_but_health_page_and_pictures():
 
 
 def test_a_page_that_is_not_installed_is_a_404(client, monkeypatch, tmp_path):
-    from sglang.multimodal_gen.runtime.entrypoints import http_status
+    from sglang.multimodal_gen.runtime.entrypoints import http_playground
 
-    monkeypatch.setattr(http_status, "PLAYGROUND", tmp_path / "index.html")
+    monkeypatch.setattr(http_playground, "FOLDER", tmp_path / "none")
+    error_of(client.get("/"), 404)
+    monkeypatch.setattr(http_playground, "FOLDER", tmp_path)
     error_of(client.get("/"), 404)
     (tmp_path / "index.html").write_text("<p>hello</p>")
     assert client.get("/").text == "<p>hello</p>"

@@ -5,7 +5,7 @@ import hmac
 from fastapi import Depends, FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 
-from sglang.multimodal_gen.runtime.entrypoints import http_images, http_status
+from sglang.multimodal_gen.runtime.entrypoints import http_images, http_playground, http_status
 from sglang.multimodal_gen.runtime.entrypoints.http_errors import ApiError, install_error_handlers
 from sglang.multimodal_gen.runtime.entrypoints.http_gate import HttpGate
 from sglang.multimodal_gen.runtime.entrypoints.server_context import ServerContext, context_of
@@ -28,6 +28,7 @@ def create_app(context: ServerContext) -> FastAPI:
     install_error_handlers(app)
     app.include_router(http_status.open_router)
     app.include_router(http_images.open_router)
+    app.include_router(http_playground.open_router)
     for router in (http_images.router, http_status.router):
         app.include_router(router, dependencies=[Depends(_require_key)])
     origins = context.http_args.allowed_origins

@@ -1,12 +1,11 @@
-"""Models, health, server information, metrics and the playground's page."""
+"""Models, health, server information and metrics."""
 
 import dataclasses
 import time
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.entrypoints import openapi_schema
@@ -17,7 +16,6 @@ from sglang.multimodal_gen.runtime.entrypoints.server_context import ServerConte
 from sglang.multimodal_gen.runtime.managers.engine_state import EngineState
 from sglang.multimodal_gen.version import package_version
 
-PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 STARTED = int(time.time())
 CANARY_SIDE = 256  # pixels, at most, of the picture of /health_generate
 
@@ -32,16 +30,6 @@ async def health(request: Request) -> Response:
     if engine.state is not EngineState.READY:
         raise ApiError(503, engine.detail, engine.state.value, retry_after=RESTART_S)
     return json_response({"status": engine.state.value})
-
-
-@open_router.get("/", response_class=HTMLResponse, responses=openapi_schema.answers(None, 404))
-async def playground(request: Request) -> Response:
-    """The playground, a page without parts from elsewhere."""
-    if not PLAYGROUND.is_file():
-        raise ApiError(404, "this installation has no playground", "not_found")
-    page = await context_of(request).in_thread(PLAYGROUND.read_bytes)
-    headers = {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
-    return HTMLResponse(page, headers=headers)
 
 
 @router.get("/health_generate", responses=openapi_schema.answers(None, 401, 429, 500, 503, 504))
@@ -75,15 +63,17 @@ async def server_info(request: Request) -> Response:
     """Settings, defaults, limits and the state of the engine."""
     context = context_of(request)
     http = dataclasses.asdict(context.http_args) | {"api_key": None}
-    now = dataclasses.asdict(context.engine.snapshot())
+    engine = context.engine
+    now = {"state": engine.state.value, "worker_pid": engine.worker_pid}
     return json_response(
         {
             "version": package_version(),
             "model": context.model_name,
             "defaults": _defaults(context),
+            "abilities": _abilities(context),
             "server_args": dataclasses.asdict(context.server_args),
             "http_args": http | {"needs_key": context.http_args.api_key is not None},
-            "engine": now | {"state": context.engine.state.value},
+            "engine": dataclasses.asdict(engine.snapshot()) | now,
             "images_kept": len(context.store),
         }
     )
@@ -103,6 +93,7 @@ def _model(context: ServerContext) -> dict[str, Any]:
         "created": STARTED,
         "owned_by": "sglang",
         "defaults": _defaults(context),
+        "abilities": _abilities(context),
     }
 
 
@@ -114,6 +105,20 @@ def _defaults(context: ServerContext) -> dict[str, Any] | None:
         return None
     names = [name for name in SAMPLING_NAMES if name != "prompt"]
     return {name: getattr(params, name) for name in names}
+
+
+def _abilities(context: ServerContext) -> dict[str, Any] | None:
+    """What the model can do; None while it is not known."""
+    try:
+        spec = context.served.spec
+    except ApiError:
+        return None
+    return {
+        "edits": spec.edits,
+        "max_condition_images": spec.max_condition_images if spec.edits else 0,
+        "size_multiple": spec.size_multiple,
+        "prompt_enhancer": spec.has_prompt_enhancer,
+    }
 
 
 def _canary(context: ServerContext) -> SamplingParams:
