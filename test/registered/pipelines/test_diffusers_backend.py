@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from sglang.multimodal_gen.runtime.entrypoints import generate_command
 from sglang.multimodal_gen.runtime.loader.weights import CheckpointError
 from sglang.multimodal_gen.runtime.managers.numeric_switches import numeric_switches
 from sglang.multimodal_gen.runtime.pipelines.diffusers_pipeline import DiffusersPipelineError
+from sglang.multimodal_gen.runtime.pipelines.diffusers_spec import diffusers_spec
 from sglang.multimodal_gen.runtime.pipelines.stages.checks import NonFiniteError
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.tiny_checkpoints import write_tiny_flux
@@ -241,6 +243,69 @@ def test_the_command_line_runs_it(folders, tmp_path, capsys):
     assert str(picture) in capsys.readouterr().out and Image.open(picture).size == (64, 32)
     assert generate_command.run([*words, "--width=60"]) == 2
     assert "a multiple of 16" in capsys.readouterr().err
+
+
+# Signatures
+
+
+def pipe_of(call, **parts):
+    return type("OddPipeline", (), {"__call__": call, **parts})()
+
+
+def with_config(**values):
+    return SimpleNamespace(config=SimpleNamespace(**values))
+
+
+def test_the_size_is_what_the_pipeline_says():
+    def call(self, prompt=None, height=None, width=768):
+        pass
+
+    for parts, size in (
+        ({}, (768, 1024)),
+        ({"unet": with_config(sample_size=64)}, (768, 512)),
+        ({"unet": with_config(sample_size=(64, 96))}, (768, 1024)),
+        ({"transformer": with_config(sample_size=32), "vae_scale_factor": 32}, (768, 1024)),
+        ({"unet": with_config(sample_size=64), "default_sample_size": 32}, (768, 256)),
+    ):
+        spec = diffusers_spec(pipe_of(call, **parts))
+        assert (spec.width, spec.height) == size
+        assert spec.size_multiple == parts.get("vae_scale_factor", 8)
+        assert set(spec.untaken) == set(CFG["qwen"]) | {
+            "num_inference_steps", "guidance_scale", "max_sequence_length",
+        }  # fmt: skip
+
+
+def test_embedded_guidance_is_told_from_classifier_free_one():
+    def both(self, prompt, true_cfg_scale=1.5, guidance_scale=2.5, negative_prompt=None):
+        pass
+
+    def embedded(self, prompt, guidance_scale=2.5):
+        pass
+
+    guided = pipe_of(both, transformer=with_config(guidance_embeds=True))
+    for pipe, acts, scales in (
+        (guided, True, (2.5, 1.5)),
+        (pipe_of(both), False, (2.5, 1.5)),
+        (pipe_of(embedded), True, (2.5, 1.0)),
+    ):
+        spec = diffusers_spec(pipe)
+        assert spec.has_guidance_embedding is acts and not spec.guidance_scale_is_cfg
+        assert (spec.guidance_scale, spec.true_cfg_scale) == scales
+
+
+def test_a_pipeline_that_wants_more_than_a_prompt_is_refused():
+    def edits(self, prompt, image, strength=0.8):
+        pass
+
+    def films(self, prompt=None, num_frames=16):
+        pass
+
+    def unconditional(self, batch_size=1):
+        pass
+
+    for call, wants in ((edits, "image"), (films, "num_frames"), (unconditional, "no prompt")):
+        with pytest.raises(InvalidParameter, match=f"a text-to-image pipeline; it wants {wants}"):
+            diffusers_spec(pipe_of(call))
 
 
 # Loading

@@ -21,6 +21,7 @@ from sglang.multimodal_gen.runtime.loader.component_loader import DTYPES, Compon
 from sglang.multimodal_gen.runtime.loader.weights import CheckpointError
 from sglang.multimodal_gen.runtime.pipelines.base import LoadProgress, Pipeline
 from sglang.multimodal_gen.runtime.pipelines.diffusers_spec import (
+    DENOISERS,
     PASSED,
     diffusers_spec,
     taken_parameters,
@@ -33,7 +34,6 @@ from sglang.multimodal_gen.runtime.pipelines.step_clock import StepClock
 OnStep = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]
 
 NO_SITES = "the diffusers backend has no fused sites"
-DENOISERS = ("transformer", "unet", "prior")
 
 
 class DiffusersPipelineError(RuntimeError):
@@ -127,7 +127,7 @@ class DiffusersStage:
             batch.mounted = dict.fromkeys(HIGH_TIER, NO_SITES)
         for index, image in enumerate(batch.images):
             label = f"denoise {index + 1}/{len(batch.images)}"
-            clock = StepClock(self.device)
+            clock = StepClock(self.device)  # the first step counts what comes before it, too
             on_step = self._step_callback(batch, label, clock)
             output = self.pipe(**self.call_arguments(image, batch.params, on_step))
             image.step_seconds = clock.seconds()

@@ -17,6 +17,7 @@ PASSED = (
     "max_sequence_length",
 )
 OTHER_MEDIA = ("num_frames", "video_length", "audio_end_in_s", "audio_duration_in_s")
+DENOISERS = ("unet", "transformer")
 FALLBACK_SIDE = 1024  # pixels, where nothing names a size
 FALLBACK_LATENT_PIXELS = 8
 
@@ -59,10 +60,11 @@ def _latent_pixels(pipe: Any) -> int:
 
 
 def _default_size(pipe: Any, taken: dict[str, Any]) -> dict[str, int]:
-    side = FALLBACK_SIDE
-    latents = getattr(pipe, "default_sample_size", None)
-    if isinstance(latents, int):
-        side = min(latents * _latent_pixels(pipe), MAX_SIDE)
+    configs = [getattr(getattr(pipe, name, None), "config", None) for name in DENOISERS]
+    named = [getattr(pipe, "default_sample_size", None)]
+    named += [getattr(config, "sample_size", None) for config in configs]
+    latents = next((n for n in named if isinstance(n, int)), None)
+    side = FALLBACK_SIDE if latents is None else min(latents * _latent_pixels(pipe), MAX_SIDE)
     return {name: taken.get(name) or side for name in ("width", "height")}
 
 

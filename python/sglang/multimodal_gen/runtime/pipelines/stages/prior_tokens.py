@@ -56,8 +56,8 @@ class GlmImageARStage:
         for index, image in enumerate(batch.images):
             inputs = self.read(image.prompt, batch.params.height, batch.params.width, pictures)
             if pictures and not sources:
-                grids = inputs["image_grid_thw"][: len(pictures)]
-                sources = read_sources(self.model, inputs["pixel_values"].to(self.device), grids)
+                given = (inputs["pixel_values"], inputs["image_grid_thw"][: len(pictures)])
+                sources = read_sources(self.model, *(tensor.to(self.device) for tensor in given))
                 batch.conditions = list(map(self.condition, sources))
             label = f"prior {index + 1}/{len(batch.images)}"
             grids = grids_to_name(inputs, len(pictures))
