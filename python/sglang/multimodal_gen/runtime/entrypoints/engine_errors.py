@@ -13,15 +13,6 @@ from sglang.multimodal_gen.runtime.managers.errors import (
 
 RESTART_S = 5  # Retry-After where nobody can know: about a load of the bundled model
 CLIENT_CLOSED_REQUEST = 499  # as nginx has it: nobody may wait for this answer
-ENGINE_ERRORS = (
-    EngineFailed,
-    EngineUnavailable,
-    QueueFull,
-    RequestCancelled,
-    RequestTimedOut,
-    WorkerDied,
-    InvalidParameter,
-)
 
 
 def api_error(error: Exception, state: str = "unavailable") -> ApiError:

@@ -10,7 +10,6 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from sglang.multimodal_gen.runtime.entrypoints import openapi_schema
-from sglang.multimodal_gen.runtime.entrypoints.engine_errors import ENGINE_ERRORS
 from sglang.multimodal_gen.runtime.entrypoints.http_errors import ApiError, json_response
 from sglang.multimodal_gen.runtime.entrypoints.image_answers import image_item, images_response
 from sglang.multimodal_gen.runtime.entrypoints.image_files import OutputError
@@ -18,6 +17,7 @@ from sglang.multimodal_gen.runtime.entrypoints.image_stream import error_event, 
 from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import ImageJob, read_job
 from sglang.multimodal_gen.runtime.entrypoints.request_body import form_body, json_body
 from sglang.multimodal_gen.runtime.entrypoints.server_context import ServerContext, context_of
+from sglang.multimodal_gen.runtime.managers.errors import ENGINE_ERRORS
 from sglang.multimodal_gen.runtime.managers.request_handle import RequestHandle
 
 T = TypeVar("T")

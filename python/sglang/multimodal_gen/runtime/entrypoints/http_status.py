@@ -9,11 +9,12 @@ from fastapi.responses import PlainTextResponse
 
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.entrypoints import openapi_schema
-from sglang.multimodal_gen.runtime.entrypoints.engine_errors import ENGINE_ERRORS, RESTART_S
+from sglang.multimodal_gen.runtime.entrypoints.engine_errors import RESTART_S
 from sglang.multimodal_gen.runtime.entrypoints.http_errors import ApiError, json_response
 from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import SAMPLING_NAMES
 from sglang.multimodal_gen.runtime.entrypoints.server_context import ServerContext, context_of
 from sglang.multimodal_gen.runtime.managers.engine_state import EngineState
+from sglang.multimodal_gen.runtime.managers.errors import ENGINE_ERRORS
 from sglang.multimodal_gen.version import package_version
 
 STARTED = int(time.time())

@@ -16,13 +16,13 @@ from sglang.multimodal_gen.configs.http_args import HttpArgs
 from sglang.multimodal_gen.configs.model_specs import local_model_folder
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
-from sglang.multimodal_gen.runtime.entrypoints.engine_errors import ENGINE_ERRORS, api_error
+from sglang.multimodal_gen.runtime.entrypoints.engine_errors import api_error
 from sglang.multimodal_gen.runtime.entrypoints.http_errors import ApiError
 from sglang.multimodal_gen.runtime.entrypoints.image_store import ImageStore
 from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import Served
 from sglang.multimodal_gen.runtime.entrypoints.server_metrics import ServerMetrics
 from sglang.multimodal_gen.runtime.managers.engine_client import EngineClient
-from sglang.multimodal_gen.runtime.managers.errors import EngineUnavailable
+from sglang.multimodal_gen.runtime.managers.errors import ENGINE_ERRORS, EngineUnavailable
 from sglang.multimodal_gen.runtime.managers.request_handle import RequestHandle
 
 T = TypeVar("T")

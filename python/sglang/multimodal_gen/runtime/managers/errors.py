@@ -52,6 +52,17 @@ class EngineFailed(RuntimeError):
         return self.message
 
 
+ENGINE_ERRORS = (
+    EngineFailed,
+    EngineUnavailable,
+    QueueFull,
+    RequestCancelled,
+    RequestTimedOut,
+    WorkerDied,
+    InvalidParameter,
+)
+
+
 def exception_of(failure: WorkerFailure) -> Exception:
     """The exception that a caller of the engine gets for what the worker reported."""
     if failure.kind == "invalid":
