@@ -179,9 +179,11 @@ class TestModelFolder:
         assert f"{folder} has no model_index.json" in refusal(folder)
 
     def test_unknown_pipeline_class(self, folder):
-        (folder / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+        (folder / "model_index.json").write_text('{"_class_name": "StableDifusionPipeline"}')
         message = refusal(folder)
-        assert "got 'StableDiffusionPipeline'" in message and "FluxPipeline" in message
+        assert "got 'StableDifusionPipeline', expected a pipeline class of diffusers" in message
+        message = refusal(folder, backend="sglang")
+        assert "got 'StableDifusionPipeline'" in message and "FluxPipeline" in message
 
     def test_no_scheduler(self, folder):
         shutil.rmtree(folder / "scheduler")
