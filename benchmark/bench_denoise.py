@@ -7,6 +7,9 @@ All arms of a model run in one process on the same random weights, in turns, so 
 temperature are shared. The floor is the time of the model's GEMMs and attentions alone, op by op.
 Each model's rows are written as soon as they are measured; an arm that raises is reported and left
 out, and the exit code is 1.
+
+With `--num-gpus 2` each arm also runs on that many GPUs, in turns with one, in the layout that the
+engine would pick (`--layouts all`: in every one that the model allows).
 """
 
 import argparse
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from denoise_arms import ArmRun, DenoiseCase
+    from denoise_arms import ArmRun, CaseSetup, DenoiseCase
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark")]
@@ -38,7 +41,8 @@ MODELS = {
     "glm-image": "GLM-Image",
 }
 KEY = ("model", "arm", "width", "height", "num_gpus", "layout")
-LONG_FIELDS = ("md5", "families", "family_rates", "drift", "layout", "num_gpus", "fallbacks")
+LONG_FIELDS = ("md5", "families", "family_rates", "drift", "fallbacks")
+ONLY_OF_SEVERAL = ("layout", "num_gpus", *(f"{x}_one_gpu" for x in ("speedup_vs", "equal_to")))
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,10 @@ class DenoiseRow:
     family_rates: dict[str, dict[str, Any]] | None = None  # -> value, unit, pct_of_ceiling
     # with --drift, of the high arm: relative L2 distance from the lossless latents after each step
     drift: list[float] | None = None
+    # of several GPUs, against the same arm on one of them in the same process
+    speedup_vs_one_gpu: float | None = None
+    equal_to_one_gpu: bool | None = None  # the bits of the final latents
+    psnr_vs_one_gpu_db: float | None = None  # of the final latents; None if equal
 
 
 @dataclass
@@ -89,6 +97,8 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     flag("--warm-steps", type=int, help="steps of the first run; default: as many as the others")
     flag("--profile", action="store_true", help="add kernel families (one more run)")
     flag("--drift", action="store_true", help="add the high arm's distance from lossless by step")
+    flag("--num-gpus", type=int, default=1, help="also run on that many GPUs")
+    flag("--layouts", choices=("best", "all"), default="best", help="of the GPUs [best]")
     flag("--json", type=Path, help="merge the rows into this result file")
     args = parser.parse_args(words)
     try:
@@ -100,6 +110,11 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--runs: got {args.runs}, expected at least 2 (the first is dropped)")
     if args.warm_steps is not None and args.warm_steps < 1:
         parser.error(f"--warm-steps: got {args.warm_steps}, expected at least 1")
+    if args.num_gpus > 1:
+        only_one = [arm for arm in args.arms if arm.startswith(REFERENCE)]
+        only_one += [f"--{name}" for name in ("profile", "drift") if getattr(args, name)]
+        if only_one:
+            parser.error(f"--num-gpus {args.num_gpus}: {', '.join(only_one)} run on one GPU only")
     return args
 
 
@@ -118,7 +133,7 @@ def main() -> int:
     for model in args.models:
         rows = bench_model(model, args, failed)
         if rows:
-            report(rows, args.json)
+            report(rows, args.json, args.num_gpus)
         free_memory()
     return exit_code(failed)
 
@@ -128,6 +143,10 @@ def bench_model(model: str, args: argparse.Namespace, failed: list[str]) -> list
     case = attempt(model, failed, lambda: make_case(model, args))
     if case is None:
         return []
+    if args.num_gpus > 1:
+        from parallel_arms import bench_layouts
+
+        return bench_layouts(model, case, args, failed)
     logs = run_arms(case, args.arms, args.runs, model, failed, args.warm_steps)
     # the floor is measured now, on the chip that the arms have warmed
     floor_ms = attempt(f"{model} floor", failed, lambda: measured_floor_ms(case))
@@ -139,20 +158,28 @@ def bench_model(model: str, args: argparse.Namespace, failed: list[str]) -> list
     return rows
 
 
+def case_setup(model: str, args: argparse.Namespace) -> "CaseSetup":
+    """What the flags ask for."""
+    from denoise_arms import CaseSetup
+
+    from sglang.multimodal_gen.configs.model_specs import DUMMY_CONFIGS
+
+    return CaseSetup(DUMMY_CONFIGS / MODELS[model], args.width, args.height, args.steps)
+
+
 def make_case(model: str, args: argparse.Namespace) -> "DenoiseCase":
     """The transformer of a model with random weights on the GPU."""
-    from denoise_arms import CaseSetup
+    return build_case(model, case_setup(model, args))
+
+
+def build_case(model: str, setup: "CaseSetup") -> "DenoiseCase":
+    """The transformer of a model with random weights, or a rank's part of it."""
     from denoise_ernie import ErnieDenoiseCase
     from denoise_flux import FluxDenoiseCase
     from denoise_glm import GlmDenoiseCase
 
-    from sglang.multimodal_gen.configs.model_specs import DUMMY_CONFIGS
-
     special = {"ernie-image": ErnieDenoiseCase, "glm-image": GlmDenoiseCase}
-    folder = DUMMY_CONFIGS / MODELS[model]
-    return special.get(model, FluxDenoiseCase)(
-        CaseSetup(folder, args.width, args.height, args.steps)
-    )
+    return special.get(model, FluxDenoiseCase)(setup)
 
 
 def run_arms(
@@ -267,17 +294,19 @@ def drifted(row: DenoiseRow, case: "DenoiseCase", failed: list[str]) -> DenoiseR
     return replace(row, drift=attempt(f"{row.model} drift", failed, lambda: drift_by_step(case)))
 
 
-def report(rows: list[DenoiseRow], path: Path | None) -> None:
+def report(rows: list[DenoiseRow], path: Path | None, num_gpus: int = 1) -> None:
     """Write the rows of one model, then print them."""
     from results import merge_rows, print_table
     from tables import drift_table, family_table
 
     table = [asdict(row) for row in rows]
     if path:
-        merge_rows(path, table, key=KEY)
-    print_table(table, omit=LONG_FIELDS)
+        merge_rows(path, table, KEY, num_gpus)
+    print_table(table, omit=LONG_FIELDS + (ONLY_OF_SEVERAL if num_gpus == 1 else ()))
     for row in rows:
-        print(row.arm, "md5", sorted(set(row.md5)), "fallbacks", row.fallbacks or "none")
+        print(
+            row.arm, row.layout, "md5", sorted(set(row.md5)), "fallbacks", row.fallbacks or "none"
+        )
     with_families = [row for row in table if row["families"]]
     if with_families:
         print(family_table(with_families), flush=True)

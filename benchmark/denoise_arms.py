@@ -15,7 +15,9 @@ import torch
 from sglang.kernels.ops.diffusion.bitexact_gate import all_gates, fast_paths
 from sglang.multimodal_gen.configs.model_specs import ModelSpec, read_model_spec
 from sglang.multimodal_gen.configs.sampling_params import ImageRequest, SamplingParams
-from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
+from sglang.multimodal_gen.runtime.distributed.parallel_state import SINGLE, ParallelState
+from sglang.multimodal_gen.runtime.distributed.ulysses import UlyssesAttention
+from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend, make_attention
 from sglang.multimodal_gen.runtime.loader.component_loader import (
     ComponentLoader,
     params_from_config,
@@ -43,6 +45,7 @@ class CaseSetup:
     device: torch.device = torch.device("cuda")
     dtype: torch.dtype = torch.bfloat16
     attention: str = "cudnn"  # of this engine, and of diffusers where it lets itself be told
+    parallel: ParallelState = SINGLE  # this process's place among the ranks, if there are several
 
 
 @dataclass(frozen=True)
@@ -64,20 +67,27 @@ class DenoiseCase(ABC):
 
     def __init__(self, setup: CaseSetup) -> None:
         self.device, self.dtype, self.attention = setup.device, setup.dtype, setup.attention
-        loader = ComponentLoader(setup.folder, dummy=True, device=setup.device)
+        self.parallel = setup.parallel
+        loader = ComponentLoader(setup.folder, True, setup.device, setup.parallel)
         self.config = loader.config("transformer")
         self.scheduler_config = loader.config("scheduler", "scheduler_config.json")
         self.schedule = FlowMatchEulerConfig.from_dict(self.scheduler_config)
         self.spec: ModelSpec = read_model_spec(setup.folder)
         params = params_from_config(self.params_class, self.config)
-        backend = AttentionBackend(setup.attention)
-        self.transformer = loader.dit(lambda: self.model_class(params, backend), setup.dtype)
+        attention = make_attention(setup.attention, setup.parallel.ulysses)
+        self.transformer = loader.dit(lambda: self.make_model(params, attention), setup.dtype)
         asked = SamplingParams(
             prompt="", width=setup.width, height=setup.height, num_inference_steps=setup.steps
         )
         self.params = asked.fit(self.spec)
         self.stage = self.make_stage()
         self._references: dict[bool, torch.nn.Module] = {}
+
+    def make_model(
+        self, params: Any, attention: AttentionBackend | UlyssesAttention
+    ) -> torch.nn.Module:
+        """The engine's transformer, or this rank's part of it."""
+        return self.model_class(params, attention)
 
     @abstractmethod
     def make_stage(self) -> DenoisingStage:

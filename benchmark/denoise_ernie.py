@@ -35,7 +35,7 @@ class ErnieDenoiseCase(DenoiseCase):
     reference_takes_backend = False
 
     def make_stage(self) -> DenoisingStage:
-        return PromptDenoisingStage(self.transformer, False, self.device)
+        return PromptDenoisingStage(self.transformer, False, self.device, parallel=self.parallel)
 
     def prepare(self, batch: BatchState) -> None:
         image, width = batch.images[0], self.config["text_in_dim"]

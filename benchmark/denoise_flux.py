@@ -4,6 +4,8 @@ import torch
 from denoise_arms import DenoiseCase
 
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
+from sglang.multimodal_gen.runtime.distributed.ulysses import UlyssesAttention
+from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
 from sglang.multimodal_gen.runtime.models.dits.flux import FluxParams, FluxTransformer2DModel
 from sglang.multimodal_gen.runtime.pipelines.stages.denoising import DenoisingStage
 from sglang.multimodal_gen.runtime.pipelines.stages.latent_preparation import LatentPreparationStage
@@ -20,8 +22,14 @@ class FluxDenoiseCase(DenoiseCase):
     model_class = FluxTransformer2DModel
     reference_name = "FluxTransformer2DModel"
 
+    def make_model(
+        self, params: FluxParams, attention: AttentionBackend | UlyssesAttention
+    ) -> FluxTransformer2DModel:
+        return FluxTransformer2DModel(params, attention, self.parallel.tp)
+
     def make_stage(self) -> DenoisingStage:
-        return DenoisingStage(self.transformer, self.config["guidance_embeds"], self.device)
+        guidance = self.config["guidance_embeds"]
+        return DenoisingStage(self.transformer, guidance, self.device, parallel=self.parallel)
 
     def prepare(self, batch: BatchState) -> None:
         config, image = self.config, batch.images[0]

@@ -33,7 +33,12 @@ class GlmDenoiseCase(DenoiseCase):
 
     def make_stage(self) -> DenoisingStage:
         return GlmDenoisingStage(
-            self.transformer, False, self.device, dtype=self.dtype, vae_scale=self.vae_scale
+            self.transformer,
+            False,
+            self.device,
+            parallel=self.parallel,
+            dtype=self.dtype,
+            vae_scale=self.vae_scale,
         )
 
     def prepare(self, batch: BatchState) -> None:

@@ -1,6 +1,5 @@
 """bench_denoise.py without a GPU: its flags, its arms on tiny models, what it writes."""
 
-import argparse
 import json
 
 import bench_denoise
@@ -127,7 +126,7 @@ def _raise(compiled):
 
 def test_rows_of_each_model_are_written_before_the_next_runs(cases, monkeypatch, tmp_path):
     path = tmp_path / "denoise.json"
-    args = argparse.Namespace(arms=["eager"], runs=2, warm_steps=1, profile=False, drift=False)
+    args = parse_args(["--arms", "eager", "--runs", "2", "--warm-steps", "1"])
     written = []
     monkeypatch.setattr("results.write_result_file", _write_plain)
     for model in ("flux1-dev", "glm-image"):
