@@ -175,7 +175,7 @@ def test_the_size_of_the_cache_changes_no_bit():
 
 
 @pytest.mark.cuda
-def test_slots_past_the_filled_ones_are_not_read():
+def test_slots_past_the_filled_ones_change_nothing():
     given = inputs((32, 2, 128), 256, 100)
     expected = decode_attention(**copies(given))
     for name in ("keys", "values"):

@@ -4,10 +4,10 @@
     keys[:, :, slot] = k;  values[:, :, slot] = v
     out = softmax(q @ keys[:, :, : slot + 1].T / sqrt(E)) @ values[:, :, : slot + 1]
 
-Only filled slots are read. The rotation and the cache are bit-equal to the eager chain, rotate(x)
-= round(round(x * cos) + round(x[partner] * sin)). The attention is its own definition: it agrees
-with eager within rounding, and a given cache and slot give the same bits on every run, in a CUDA
-graph or not, however many slots the cache has.
+Slots past the filled ones change nothing. The rotation and the cache are bit-equal to the eager
+chain, rotate(x) = round(round(x * cos) + round(x[partner] * sin)). The attention is its own
+definition: it agrees with eager within rounding, and a given cache and slot give the same bits on
+every run, in a CUDA graph or not, however many slots the cache has.
 
 Numerical contract of the attention: slots are taken in chunks of CHUNK = 64. In each: fp32 scores
 by tensor-core products of the 16-bit q and k, times fp32 1 / sqrt(E); their maximum m; weights
@@ -31,7 +31,7 @@ from sglang.kernels.registration import describe, register_op, wants_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
 CHUNK = 64  # slots a program
-ATTENTION_WARPS, COMBINE_WARPS = 8, 4  # with 4 the former spills registers
+ATTENTION_WARPS, COMBINE_WARPS = 8, 4
 MAX_GROUP = 16  # query heads of one key head: the rows of one tensor-core tile
 HEAD_DIMS = (16, 32, 64, 128, 256)
 MAX_CHUNKS = 1024

@@ -3,24 +3,19 @@
 import triton
 import triton.language as tl
 
-from sglang.kernels.ops.diffusion.triton.dependent_launch_kernels import begin
+from sglang.kernels.ops.diffusion.triton.dependent_launch_kernels import begin, prefetch
 from sglang.kernels.ops.diffusion.triton.ptx import add_rn, mul_rn, round_to, widen
 
 
 @triton.jit
-def _rotated(
-    row_ptrs: tl.tensor,
-    partner_ptrs: tl.tensor,
-    mask: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-) -> tl.tensor:
-    """x * cos + x[partner] * sin in x's dtype: each product and the sum are rounded."""
-    dtype: tl.constexpr = row_ptrs.dtype.element_ty
-    x = widen(tl.load(row_ptrs, mask=mask, other=0.0))
-    turned = widen(tl.load(partner_ptrs, mask=mask, other=0.0))
-    total = add_rn(round_to(mul_rn(x, cos), dtype), round_to(mul_rn(turned, sin), dtype))
-    return total.to(dtype)
+def _rotated(x: tl.tensor, turned: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
+    """x * cos + turned * sin in x's dtype, turned being x[partner], cos and sin fp32.
+
+    Each product and the sum are rounded.
+    """
+    dtype: tl.constexpr = x.dtype
+    left = round_to(mul_rn(widen(x), cos), dtype)
+    return add_rn(left, round_to(mul_rn(widen(turned), sin), dtype)).to(dtype)
 
 
 @triton.jit
@@ -47,35 +42,46 @@ def decode_attention_kernel(
     """One program = CHUNK slots of one key head, for the GROUP queries that share it.
 
     Grid (chunks, key heads). The program of the new slot rotates the new key, attends to it and
-    writes it and the new value into the cache; no other program reads that slot.
+    writes it and the new value into the cache; no other program uses that slot. Whatever has an
+    address without the slot is loaded beside it, as the kernel is a chain of waits for memory:
+    also slots that are not filled, which are then left out. Before the kernel's own wait the cache
+    may only be brought to L2, for a kernel before might still write it.
     """
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    e = tl.arange(0, E)
+    partner = tl.load(partner_ptr + e).to(tl.int32)
+    slots = chunk * CHUNK + tl.arange(0, CHUNK)
+    cached = (head * SLOTS + slots)[:, None] * E + e[None, :]
+    if PDL:
+        lines = (head * SLOTS + chunk * CHUNK) * E + tl.arange(0, CHUNK * E // 64) * 64
+        prefetch(keys_ptr + lines)
+        prefetch(values_ptr + lines)
     begin(PDL)
     slot = tl.load(slot_ptr)
-    chunk, head = tl.program_id(0), tl.program_id(1)
+    g = tl.arange(0, BLOCK_G)
+    in_group = (g < GROUP)[:, None]
+    q_row = qkv_ptr + (head * GROUP + g)[:, None] * E
+    k_row = qkv_ptr + (HEADS * GROUP + head) * E
+    v_row = qkv_ptr + (HEADS * GROUP + HEADS + head) * E
+    k = tl.load(keys_ptr + cached)
+    v = tl.load(values_ptr + cached)
+    q = tl.load(q_row + e[None, :], mask=in_group, other=0.0)
+    new_k = tl.load(k_row + e)
+    new_v = tl.load(v_row + e)
     if chunk * CHUNK <= slot:
-        e = tl.arange(0, E)
-        partner = tl.load(partner_ptr + e)
-        cos = tl.load(cos_ptr + slot * E + e).to(tl.float32)[None, :]
-        sin = tl.load(sin_ptr + slot * E + e).to(tl.float32)[None, :]
-        g = tl.arange(0, BLOCK_G)
-        q_row = qkv_ptr + (head * GROUP + g)[:, None] * E
-        in_group = (g < GROUP)[:, None]
-        q = _rotated(q_row + e[None, :], q_row + partner[None, :], in_group, cos, sin)
-
-        slots = chunk * CHUNK + tl.arange(0, CHUNK)
-        cached = (head * SLOTS + slots)[:, None] * E + e[None, :]
+        cos = tl.load(cos_ptr + slot * E + e).to(tl.float32)
+        sin = tl.load(sin_ptr + slot * E + e).to(tl.float32)
+        turned = tl.gather(q, tl.broadcast_to(partner[None, :], (BLOCK_G, E)), 1)
+        q = _rotated(q, turned, cos[None, :], sin[None, :])
+        new_k = _rotated(new_k, tl.gather(new_k, partner, 0), cos, sin)
+        new_row = (head * SLOTS + slot) * E + e
+        ours = tl.full((E,), slot // CHUNK == chunk, tl.int1)
+        tl.store(keys_ptr + new_row, new_k, mask=ours)
+        tl.store(values_ptr + new_row, new_v, mask=ours)
         older = (slots < slot)[:, None]
         is_new = (slots == slot)[:, None]
-        k_row = qkv_ptr + (HEADS * GROUP + head) * E
-        v_row = qkv_ptr + (HEADS * GROUP + HEADS + head) * E
-        k = tl.load(keys_ptr + cached, mask=older, other=0.0)
-        v = tl.load(values_ptr + cached, mask=older, other=0.0)
-        every = (e >= 0)[None, :]
-        new_k = _rotated(k_row + e[None, :], k_row + partner[None, :], every, cos, sin)
-        new_v = tl.load(v_row + e[None, :])
-        k, v = tl.where(is_new, new_k, k), tl.where(is_new, new_v, v)
-        tl.store(keys_ptr + cached, k, mask=is_new)
-        tl.store(values_ptr + cached, v, mask=is_new)
+        k = tl.where(is_new, new_k[None, :], tl.where(older, k, 0.0))
+        v = tl.where(is_new, new_v[None, :], tl.where(older, v, 0.0))
 
         scores = tl.dot(q, tl.trans(k)) * scale
         scores = tl.where((slots <= slot)[None, :], scores, float("-inf"))
