@@ -28,7 +28,7 @@ from sglang.test.reduction_models import aten_sum_of_squares
 KERNELS = (decode_attention_kernels, gemv_kernels, residual_rmsnorm_kernels, rms_sum,
            sample_token_kernels)  # fmt: skip
 EPS = np.float32(1e-5)
-TILE = {"BLOCK_N": 4, "BLOCK_K": 256, "UNROLL": 1, "PDL": False}
+TILE = {"BLOCK_N": 4, "BLOCK_K": 256, "UNROLL": 1, "AHEAD": 0, "PDL": False}
 RULES = [(0.9, 0, 0.75), (1.3, 5, 0.9), (1.0, 50, 1.0), (1.0, 1, 1.0), (1.0, 0, 0.0), (0.7, 0, 0.3)]
 
 

@@ -7,6 +7,8 @@ all begun, may fetch what no kernel writes (weights), and then wait for that ker
 The contract of a kernel with the constant `PDL`: every program calls `begin(PDL)` once, before it
 reads or writes anything another kernel writes or reads. Then the kernels behave as in a plain
 stream, because the waits chain: whoever is past its wait knows that all earlier kernels ended.
+To `prefetch` is not to read: later writes reach the L2 as well. A load before the wait would keep
+a stale line in L1, even for a second load after it.
 """
 
 import contextlib

@@ -31,6 +31,9 @@ from sglang.kernels.registration import describe, register_op, wants_gradient
 DTYPES = (torch.bfloat16, torch.float16)
 VECTOR = 8  # elements of a 16-byte load
 MAX_BLOCK_K = 4096
+# A program asks for the tile of the one so many places after it. About as many run at once on an
+# H200 (5 on each of 132 processors), so it is the next wave's; no result depends on it.
+AHEAD = 640
 
 
 def gemv_reference(
@@ -115,6 +118,11 @@ def tile(rows: int, columns: int) -> dict[str, int]:
     return {"BLOCK_N": 4, "BLOCK_K": 2048, "UNROLL": 2, "num_warps": 8}
 
 
+def _ahead(columns: int, constants: dict[str, int]) -> int:
+    """A program that loops over its rows is never short of work, so none asks ahead there."""
+    return AHEAD if columns <= constants["BLOCK_K"] else 0
+
+
 def _gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if not can_use_gemv(x, weight, bias):
         raise ValueError(_rejection("gemv", x=x, weight=weight))
@@ -132,7 +140,8 @@ def launch_gemv(
     with torch.cuda.device(x.device):
         gemv_kernel[(-(-rows // constants["BLOCK_N"]),)](
             x, weight, weight if bias is None else bias, out, N=rows, K=columns,
-            HAS_BIAS=bias is not None, **constants, **launch_options(x.device),
+            HAS_BIAS=bias is not None, AHEAD=_ahead(columns, constants), **constants,
+            **launch_options(x.device),
         )  # fmt: skip
     return out
 
@@ -165,7 +174,8 @@ def launch_gemv_qkv(
     with torch.cuda.device(x.device):
         gemv_qkv_kernel[(rows // constants["BLOCK_N"],)](
             x, q, k, v, *(biases or (q, k, v)), out, NQ=len(q), NK=len(k), K=q.shape[1],
-            HAS_BIAS=bool(biases), **constants, **launch_options(x.device),
+            HAS_BIAS=bool(biases), AHEAD=_ahead(q.shape[1], constants), **constants,
+            **launch_options(x.device),
         )  # fmt: skip
     return out
 
@@ -183,11 +193,12 @@ def launch_gemv_swiglu(
     """`gemv_swiglu` with the launch constants of the caller's choice; BLOCK_N counts pairs."""
     from sglang.kernels.ops.diffusion.triton.gemv_kernels import gemv_swiglu_kernel
 
-    values = len(weight) // 2
+    values, columns = len(weight) // 2, weight.shape[1]
     out = x.new_empty(*x.shape[:-1], values)
     with torch.cuda.device(x.device):
         gemv_swiglu_kernel[(-(-values // constants["BLOCK_N"]),)](
-            x, weight, out, N=values, K=weight.shape[1], **constants, **launch_options(x.device)
+            x, weight, out, N=values, K=columns, AHEAD=_ahead(columns, constants), **constants,
+            **launch_options(x.device),
         )  # fmt: skip
     return out
 
@@ -273,6 +284,7 @@ def _aot(
     kernel: Any, constants: dict[str, int], **sizes: int
 ) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]:
     warps = {"num_warps": constants["num_warps"]}
-    known = {k: v for k, v in constants.items() if k != "num_warps"} | sizes | {"PDL": False}
+    known = {k: v for k, v in constants.items() if k != "num_warps"} | sizes
+    known |= {"AHEAD": _ahead(sizes["K"], constants), "PDL": False}
     signature = {name: "constexpr" if name in known else "*bf16" for name in kernel.arg_names}
     return kernel, signature, known, warps
