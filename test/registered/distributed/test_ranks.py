@@ -1,5 +1,6 @@
 """A generator of two ranks from the outside: pictures, seeds, cancelling, the loss of a rank."""
 
+import gc
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.distributed import parallel_state
 from sglang.multimodal_gen.runtime.distributed.launch import RankLost
+from sglang.multimodal_gen.runtime.pipelines import parallel_denoising
 from sglang.multimodal_gen.runtime.pipelines.parallel_denoising import LeadingDenoisingStage
 from sglang.multimodal_gen.runtime.pipelines.rank_messages import (
     CONDITION_TENSORS,
@@ -147,6 +149,15 @@ def test_a_picture_of_nan_is_an_error_and_the_ranks_live_on(one, two, monkeypatc
     assert hashes[0] == hashes[1]
 
 
+def test_a_site_that_ran_eager_on_another_rank_alone_is_told(two, caplog, monkeypatch):
+    """Rank 0 counts no eager call, while rank 1 does, as there is no fused op on a CPU."""
+    monkeypatch.setattr(parallel_denoising, "all_gates", lambda: ())
+    with caplog.at_level("WARNING", logger="sglang"):
+        two.generate("a", seed=1, **SMALL)
+    told = [r.getMessage() for r in caplog.records if "rank 1 ran" in r.getMessage()]
+    assert any("rank 1 ran ernie.norm_scale_shift eagerly: the kernel does" in t for t in told)
+
+
 def test_one_process_has_one_group_of_ranks(two, folder):
     """The second generator is refused, and neither is harmed."""
     assert parallel_state.world_size() == 2
@@ -196,6 +207,15 @@ def test_a_rank_killed_within_a_step_ends_all_with_one_error(two):
     two.close()
     assert not any(map(alive, pids))
     assert parallel_state.world_size() == 1
+
+
+def test_a_generator_that_nobody_closes_leaves_no_process(folder):
+    generator = load_two(folder)
+    pids = ranks_of(generator).pids
+    assert all(map(alive, pids))
+    del generator
+    gc.collect()
+    assert not any(map(alive, pids)) and parallel_state.world_size() == 1
 
 
 def test_a_rank_that_fails_says_why_and_close_leaves_none(folder, one, monkeypatch):

@@ -1,5 +1,6 @@
 """Owns the device and the pipeline; turns a request into images."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -58,6 +59,7 @@ class Worker:
             check_devices(args, self.device)
             if layout.world > 1:
                 self._ranks, parallel = start_ranks(args, layout, self.device, folder)
+                weakref.finalize(self, self._ranks.close)  # for a caller who never closes
             build = partial(_build, spec)
         loader = ComponentLoader(folder, args.load_format == "dummy", self.device, parallel)
         try:

@@ -6,14 +6,18 @@ each step rank 0 says whether to go on, so that a cancelled request leaves no ra
 """
 
 import itertools
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from sglang.kernels.ops.diffusion.bitexact_gate import all_gates
 from sglang.multimodal_gen.runtime.distributed.launch import RankProcesses
 from sglang.multimodal_gen.runtime.distributed.parallel_state import broadcast
 from sglang.multimodal_gen.runtime.pipelines.base import Pipeline
 from sglang.multimodal_gen.runtime.pipelines.rank_messages import (
+    Answer,
     DenoiseJob,
     StepDone,
     condition_tensors,
@@ -25,6 +29,8 @@ from sglang.multimodal_gen.runtime.pipelines.stages.state import (
     BatchState,
     ProgressCallback,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class JobAbandoned(Exception):
@@ -60,11 +66,12 @@ class LeadingDenoisingStage:
             raise
         finally:
             batch.on_progress = pacer.progress
+        answers = self.ranks.answers()
+        for answer in answers:
+            if answer.failure:
+                self.ranks.give_up(answer.failure)
         self.ranks.check()
-        failures = [answer.failure for answer in self.ranks.answers() if answer.failure]
-        if failures:
-            self.ranks.give_up(failures[0])
-            self.ranks.check()
+        _warn_of_fallbacks(answers)
 
     def _end_job(self, error: BaseException, pacer: "_Pacer") -> None:
         """Bring the ranks back to where they wait for a job; where that cannot be, end them.
@@ -108,6 +115,15 @@ class _Pacer:
         self.progress(label, done, total)
         self.between_steps = False
         self._ranks.send_all(StepDone(proceed=True))
+
+
+def _warn_of_fallbacks(answers: Sequence[Answer]) -> None:
+    """A fused site that ran eager on another rank, where this one's report says it did not."""
+    here = {gate.name for gate in all_gates() if gate.eager_calls}
+    for rank, answer in enumerate(answers, start=1):
+        for site in answer.sites:
+            if site.get("eager_calls") and site["op"] not in here:
+                logger.warning("rank %d ran %s eagerly: %s", rank, site["op"], site["reason"])
 
 
 def _broadcast(batch: BatchState) -> None:
