@@ -30,7 +30,10 @@ async def health(request: Request) -> Response:
     engine = context_of(request).engine
     if engine.state is not EngineState.READY:
         raise ApiError(503, engine.detail, engine.state.value, retry_after=RESTART_S)
-    return json_response({"status": engine.state.value})
+    replicas = engine.snapshot().replicas
+    return json_response(
+        {"status": engine.state.value} | ({"replicas": replicas} if replicas else {})
+    )
 
 
 @router.get("/health_generate", responses=openapi_schema.answers(None, 401, 429, 500, 503, 504))

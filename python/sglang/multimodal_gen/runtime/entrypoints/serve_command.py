@@ -5,6 +5,7 @@ import socket
 from collections.abc import Sequence
 
 from sglang.multimodal_gen.configs.http_args import HttpArgs
+from sglang.multimodal_gen.configs.replica_args import ReplicaArgs
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.entrypoints.cli_flags import FlagParser, values_of
 from sglang.multimodal_gen.runtime.entrypoints.console import configure_logging, print_error
@@ -24,12 +25,13 @@ def run(words: Sequence[str]) -> int:
     try:
         args = ServerArgs.from_kwargs(**values_of(given, ServerArgs))
         http_args = HttpArgs.from_kwargs(**values_of(given, HttpArgs))
+        replica_args = ReplicaArgs.from_kwargs(**values_of(given, ReplicaArgs))
         listener = _listen(http_args.host, http_args.port)
         # Half a second of imports: after the flags are checked.
         from sglang.multimodal_gen.runtime.entrypoints.server_context import make_context
         from sglang.multimodal_gen.runtime.entrypoints.server_loop import serve
 
-        context = make_context(args, http_args)
+        context = make_context(args, http_args, replica_args)
     except ValueError as error:  # InvalidParameter, and a bad environment variable
         parser.error(str(error))
     except OSError as error:
@@ -40,9 +42,10 @@ def run(words: Sequence[str]) -> int:
 
 
 def build_parser() -> FlagParser:
-    """The flags of `sglang serve`: the fields of HttpArgs and ServerArgs."""
+    """The flags of `sglang serve`: the fields of HttpArgs, ReplicaArgs and ServerArgs."""
     parser = FlagParser(PROG, "Serve a model over HTTP, as the OpenAI images API. [...]: default.")
     parser.add_settings(HttpArgs, "server")
+    parser.add_settings(ReplicaArgs, "replicas")
     parser.add_settings(ServerArgs, "engine")
     return parser
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,6 +15,7 @@ from fastapi import Request
 
 from sglang.multimodal_gen.configs.http_args import HttpArgs
 from sglang.multimodal_gen.configs.model_specs import local_model_folder
+from sglang.multimodal_gen.configs.replica_args import ReplicaArgs
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.entrypoints.engine_errors import api_error
@@ -21,8 +23,11 @@ from sglang.multimodal_gen.runtime.entrypoints.http_errors import ApiError
 from sglang.multimodal_gen.runtime.entrypoints.image_store import ImageStore
 from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import Served
 from sglang.multimodal_gen.runtime.entrypoints.server_metrics import ServerMetrics
+from sglang.multimodal_gen.runtime.managers.engine import Engine
 from sglang.multimodal_gen.runtime.managers.engine_client import EngineClient
 from sglang.multimodal_gen.runtime.managers.errors import ENGINE_ERRORS, EngineUnavailable
+from sglang.multimodal_gen.runtime.managers.replica_cluster import ReplicaCluster
+from sglang.multimodal_gen.runtime.managers.replicated_engine import ReplicatedEngine
 from sglang.multimodal_gen.runtime.managers.request_handle import RequestHandle
 
 T = TypeVar("T")
@@ -34,7 +39,7 @@ BUNDLED_NAME = "bundled"
 class ServerContext:
     """The engine, the store and the settings, behind every route of one server."""
 
-    engine: EngineClient
+    engine: Engine
     server_args: ServerArgs
     http_args: HttpArgs
     store: ImageStore
@@ -112,18 +117,31 @@ class ServerContext:
         self.store.close()
 
 
-def make_context(server_args: ServerArgs, http_args: HttpArgs) -> ServerContext:
+def make_context(
+    server_args: ServerArgs, http_args: HttpArgs, replica_args: ReplicaArgs
+) -> ServerContext:
     """A context with an engine that is not started yet.
 
-    Raises InvalidParameter for a model folder or an image folder that cannot be used.
+    Raises InvalidParameter for a model folder or an image folder that cannot be used, and for
+    replicas where Ray is not installed.
     """
-    engine = EngineClient(
-        server_args,
-        max_queue=http_args.max_queue,
-        request_timeout=http_args.request_timeout,
-    )
+    engine = _make_engine(server_args, http_args, replica_args)
     store = ImageStore(http_args.image_folder, http_args.retention)
     return ServerContext(engine, server_args, http_args, store, ServerMetrics(engine))
+
+
+def _make_engine(server_args: ServerArgs, http_args: HttpArgs, replica_args: ReplicaArgs) -> Engine:
+    limits = {"max_queue": http_args.max_queue, "request_timeout": http_args.request_timeout}
+    if not replica_args.wanted:
+        return EngineClient(server_args, **limits)
+    cluster = ReplicaCluster(
+        server_args,
+        replica_args,
+        name=f"sglang-{platform.node()}-{http_args.port or os.getpid()}",
+        request_timeout=http_args.request_timeout,
+        drain_timeout=http_args.drain_timeout,
+    )
+    return ReplicatedEngine(server_args, cluster, **limits)
 
 
 def context_of(request: Request) -> ServerContext:

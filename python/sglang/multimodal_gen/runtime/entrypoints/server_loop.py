@@ -14,6 +14,7 @@ from sglang.multimodal_gen.runtime.entrypoints.http_protocol import HttpProtocol
 from sglang.multimodal_gen.runtime.entrypoints.http_server import create_app
 from sglang.multimodal_gen.runtime.entrypoints.server_context import ServerContext
 from sglang.multimodal_gen.runtime.managers.errors import EngineUnavailable
+from sglang.multimodal_gen.runtime.managers.replicated_engine import ReplicatedEngine
 
 PROG = "sglang serve"
 LAST_ANSWERS_S = 5  # for answers to be written once the engine has ended
@@ -26,6 +27,8 @@ async def serve(context: ServerContext, listener: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.handle_exit, number, None)
+    if isinstance(context.engine, ReplicatedEngine):
+        loop.add_signal_handler(signal.SIGHUP, context.engine.restart)
     try:
         await context.engine.start()
         announcing = asyncio.create_task(_announce(context, server, listener))

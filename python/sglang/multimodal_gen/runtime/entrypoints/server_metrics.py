@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from sglang.multimodal_gen.runtime.managers.engine_state import EngineSnapshot, EngineState
 
 if TYPE_CHECKING:
-    from sglang.multimodal_gen.runtime.managers.engine_client import EngineClient
+    from sglang.multimodal_gen.runtime.managers.engine import Engine
 
 SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 
@@ -24,7 +24,7 @@ SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 class ServerMetrics:
     """The registry of one server; several may live in one process."""
 
-    def __init__(self, engine: "EngineClient") -> None:
+    def __init__(self, engine: "Engine") -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine))
         ProcessCollector(namespace="sglang", registry=self.registry)
@@ -51,7 +51,7 @@ class ServerMetrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, engine: "EngineClient") -> None:
+    def __init__(self, engine: "Engine") -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
@@ -60,10 +60,13 @@ class _EngineCollector(Collector):
         for name, text, value in _gauges(now):
             yield GaugeMetricFamily(name, text, value=value)
         yield CounterMetricFamily("sglang_worker_restarts", "worker starts", value=now.restarts)
-        yield _labelled_counter("sglang_requests", "ended requests", "status", now.requests)
-        yield _labelled_counter(
-            "sglang_stage_seconds", "seconds in each stage", "stage", now.stage_seconds
+        counter = CounterMetricFamily
+        yield _labelled(counter, "sglang_requests", "ended requests", "status", now.requests)
+        yield _labelled(
+            counter, "sglang_stage_seconds", "seconds in each stage", "stage", now.stage_seconds
         )
+        yield CounterMetricFamily("sglang_repeats", "requests asked again", value=now.repeats)
+        yield _labelled(GaugeMetricFamily, "sglang_replicas", "replicas", "state", now.replicas)
         yield _memory(now)
         yield _state(now)
         yield from _sites(now)
@@ -76,8 +79,10 @@ def _gauges(now: EngineSnapshot) -> list[tuple[str, str, float]]:
     ]
 
 
-def _labelled_counter(name: str, text: str, label: str, values: dict[str, float]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[label])
+def _labelled(
+    kind: type[Metric], name: str, text: str, label: str, values: dict[str, float]
+) -> Metric:
+    family = kind(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
     return family

@@ -2,7 +2,7 @@
 
 import enum
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.multimodal_gen.runtime.managers.messages import GenerateReply, WorkerReady
@@ -26,12 +26,15 @@ class EngineSnapshot:
     detail: str
     queue_depth: int  # requests that wait
     running: int  # 0 or 1
-    restarts: int  # of the worker process since the start
+    restarts: int  # worker processes that came up after the first
     device: str | None  # "cpu", "cuda:0"; None before the first worker is ready
     sites: tuple[dict[str, Any], ...]  # rows of `report.fused_sites`, of the last request
     peak_memory_mb: float  # MiB, of the last request
     stage_seconds: dict[str, float]  # totals of the finished requests
     requests: dict[str, int]  # how they ended ("finished", "cancelled", ...) -> how many
+    # Of replicas on Ray Serve; then `running` goes up to their number.
+    replicas: dict[str, int] = field(default_factory=dict)  # "running", "starting", ... -> how many
+    repeats: int = 0  # requests that were asked again because their replica died
 
 
 class EngineTally:

@@ -1,0 +1,88 @@
+"""One replica on Ray Serve: an engine, as an actor. Ray imports this; it imports no Ray."""
+
+import os
+import platform
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from sglang.multimodal_gen.configs.model_specs import ModelSpec
+from sglang.multimodal_gen.configs.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.managers.engine_client import EngineClient
+from sglang.multimodal_gen.runtime.managers.engine_state import EngineState
+from sglang.multimodal_gen.runtime.managers.errors import ENGINE_ERRORS, EngineUnavailable
+from sglang.multimodal_gen.runtime.managers.messages import (
+    GenerateReply,
+    GenerateRequest,
+    Preview,
+    Progress,
+)
+
+ONGOING = 2  # requests of a replica: one at work and the next, so that it never waits for its next
+Event = Progress | Preview | GenerateReply | Exception  # the last of a request is one of the last
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """What a replica says of itself."""
+
+    node: str  # the machine's name
+    pid: int  # of the actor
+    worker_pid: int
+    device: str
+    spec: ModelSpec
+
+
+class Replica:
+    """An engine whose life is the replica's: Ray Serve replaces both when the worker dies.
+
+    request_timeout: seconds, as of `EngineClient`. Raises EngineUnavailable when the model does
+    not load.
+    """
+
+    async def __init__(self, args: ServerArgs, request_timeout: float) -> None:
+        self._engine = EngineClient(args, max_queue=ONGOING, request_timeout=request_timeout)
+        await self._engine.start()
+        try:
+            await self._engine.wait_ready()
+        except EngineUnavailable:
+            await self._engine.close()
+            raise
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """The events of a request, then its reply or the error that ended it.
+
+        A caller who stops reading cancels the request.
+        """
+        try:
+            handle = self._engine.submit(
+                request.params, request_id=request.request_id, previews=request.previews
+            )
+        except ENGINE_ERRORS as error:
+            yield error
+            return
+        try:
+            async for event in handle.events():
+                yield event
+            yield await handle.result()
+        except ENGINE_ERRORS as error:
+            yield error
+        finally:
+            handle.cancel()
+
+    async def check_health(self) -> None:
+        """Called by Ray Serve. Raises once the worker is gone; no second one is started here."""
+        if self._engine.state is not EngineState.READY:
+            reason = self._engine.detail
+            await self._engine.close()
+            raise EngineUnavailable(reason)
+
+    async def about(self) -> ReplicaInfo:
+        """Where it runs, and with what."""
+        device = self._engine.snapshot().device
+        return ReplicaInfo(
+            platform.node(), os.getpid(), self._engine.worker_pid, device, self._engine.spec
+        )
+
+    async def __del__(self) -> None:
+        """Called by Ray Serve when the last request has ended."""
+        await self._engine.close()
