@@ -74,13 +74,15 @@ def random_bf16(*shape):
     return (torch.randn(shape) * 3 + torch.randn(shape[:-1] + (1,))).bfloat16()
 
 
-def check_modulate(batch: int, sequence: int, hidden: int, rows: int) -> None:
+def check_modulate(batch: int, sequence: int, hidden: int, rows: int, walk: bool = False) -> None:
+    """`walk`: two programs, each with the next rows' loads under way and scale and shift held."""
     x = random_bf16(batch, sequence, hidden + 8)[..., :hidden]
     scale, shift = random_bf16(batch, 3 * hidden).float().chunk(3, dim=1)[:2]
     out = torch.full((batch, sequence, hidden), float("nan"))
-    kernels.layernorm_modulate_kernel[(-(-sequence // rows), batch)](
+    kernels.layernorm_modulate_kernel[(2 if walk else -(-sequence // rows), batch)](
         x.float().contiguous(), scale, shift, out, sequence, sequence * hidden // 4, hidden // 4,
         3 * hidden // 4, 3 * hidden // 4, float(EPS), hidden, rows, hidden % 512 == 0,
+        walk, walk,
     )  # fmt: skip
     values = x.float().reshape(-1, hidden).numpy()
     mean, rstd = moments(values)
@@ -106,6 +108,11 @@ def check_heads(batch: int, sequence: int, heads: int, head_dim: int) -> None:
         assert np.array_equal(out.numpy().reshape(expected.shape), expected), (heads, head_dim)
 
 
+def scalar_range(*bounds: tl.tensor) -> range:
+    """The interpreter's scalars are arrays of one entry, which numpy 2.4 takes for no index."""
+    return range(*(int(data(bound).item()) for bound in bounds))
+
+
 def replace_arithmetic(*modules: ModuleType) -> None:
     """numpy in place of the inline PTX that each module has imported."""
     for module in modules:
@@ -117,8 +124,10 @@ def replace_arithmetic(*modules: ModuleType) -> None:
 def main() -> None:
     torch.manual_seed(0)
     replace_arithmetic(kernels, welford)
+    kernels.range = scalar_range
     modulate_cases = [(1, 3, 3072, 2), (2, 3, 1024, 1), (1, 2, 64, 1), (1, 3, 516, 2),
-                      (1, 2, 2240, 1), (3, 5, 512, 4), (1, 1, 4, 1)]  # fmt: skip
+                      (1, 2, 2240, 1), (3, 5, 512, 4), (1, 1, 4, 1), (2, 5, 516, 1, True),
+                      (1, 9, 512, 2, True)]  # fmt: skip
     head_cases = [(1, 5, 3, 128), (2, 3, 3, 40), (1, 3, 2, 64)]
     for case in modulate_cases:
         check_modulate(*case)

@@ -70,24 +70,26 @@ class ModulateScaleShiftKernels:
         """The kernel, on inputs that the predicate took and with the kernel ready."""
         samples, rows, width = x.shape
         row = width // _VALUES
-        vectors = rows * row
+        # whole rows, so that each thread stays in one column
+        stride = -(-rows // self.tile.vectors_per_thread) * row
         out = torch.empty_like(x)
         self.by_dtype[x.dtype].launch(
             x.get_device(),
-            (self.tile.blocks(vectors), samples),
+            (-(-stride // self.tile.block), samples),
             self.tile.block,
             x.data_ptr(),
             scale.data_ptr(),
             shift.data_ptr(),
             out.data_ptr(),
-            vectors,
+            rows * row,
+            stride,
             row,
-            self.tile.block % row,
         )
         return out
 
 
-_KERNELS = ModulateScaleShiftKernels(VectorTile())
+TILE = VectorTile(block=128, vectors_per_thread=4)
+_KERNELS = ModulateScaleShiftKernels(TILE)
 
 
 def _modulate_scale_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

@@ -55,6 +55,23 @@ struct Bfloat16 {
     }
     return v;
   }
+
+  // a * b + c, rounded once; subnormals kept.
+  static __device__ __forceinline__ Vector fma(const Vector& a, const Vector& b, const Vector& c) {
+    Vector v;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+          : "=r"(v.word[i])
+          : "r"(a.word[i]), "r"(b.word[i]), "r"(c.word[i]));
+    }
+    return v;
+  }
+
+  // The same two bf16 numbers everywhere.
+  static __device__ __forceinline__ Vector splat(unsigned int pair) {
+    return {{pair, pair, pair, pair}};
+  }
 };
 
 struct Float16 {

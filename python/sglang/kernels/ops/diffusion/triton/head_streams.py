@@ -1,6 +1,6 @@
 """What the kernels of q and k heads `[B, S, H, D]` share: accepted inputs, tiles, strides."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,11 +55,18 @@ def new_heads(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> tuple[torch.Tenso
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def head_tile(heads: int, head_dim: int, elements: int, a_thread: int = VECTOR) -> dict[str, int]:
-    """Heads a step: `elements` at most, fewer where that divides H; `a_thread` for each thread."""
+class HeadTile(NamedTuple):
+    """The heads of one step, as elements; it decides about time, never about a bit."""
+
+    elements: int
+    a_thread: int = VECTOR
+
+
+def head_tile(heads: int, head_dim: int, tile: HeadTile) -> dict[str, int]:
+    """Heads a step: the tile's elements at most, fewer where that divides H; the warps for them."""
     block_d = 1 << (head_dim - 1).bit_length()
-    block_h = min(elements // block_d, 1 << (heads - 1).bit_length())
+    block_h = min(tile.elements // block_d, 1 << (heads - 1).bit_length())
     while block_h > 4 and heads % block_h:
         block_h //= 2
-    warps = max(1, block_h * block_d // (32 * a_thread))
+    warps = max(1, block_h * block_d // (32 * tile.a_thread))
     return {"BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": warps}

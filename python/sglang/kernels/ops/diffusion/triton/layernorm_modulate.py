@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
 from sglang.kernels.ops.diffusion.triton.head_streams import new_heads
 from sglang.kernels.ops.diffusion.triton.qk_rotate_half import aot_signature, halves_fit, launch
+from sglang.kernels.ops.diffusion.triton.row_launch import RowLaunch
 from sglang.kernels.registration import register_op, wants_gradient
 
 VECTOR = 4  # elements that an aten thread loads at a time
@@ -42,6 +43,9 @@ MAX_HEAD_DIM = 128  # one vector a lane: more would enter aten's later warps
 MAX_ELEMENTS = 2**32
 MIN_HEAD_ELEMENTS = 8192  # of q: the least that was measured to gain (1.08x at 8880, 0.84x at 8)
 MAX_BATCH = 65535  # the grid's second axis
+LAUNCH = RowLaunch(per_sm=5, ahead=True, hold=True)
+LAUNCH_WIDE = RowLaunch()  # above MAX_AHEAD two rows and their factors do not fit in registers
+MAX_AHEAD = 4096
 QK_ROWS = 64  # heads a program
 QK_WARPS = 8
 DTYPES = (torch.bfloat16, torch.float16)
@@ -121,13 +125,18 @@ def _token_stride(x: torch.Tensor) -> int:
     return batch_stride if x.shape[1] == 1 else token_stride
 
 
-def _rows_a_program(tokens: int, hidden: int) -> int:
-    """Two rows share the loads of scale and shift where programs and registers are plenty."""
-    return 2 if tokens >= 2048 and hidden <= 4096 else 1
+def _launch_of(hidden: int) -> RowLaunch:
+    return LAUNCH if hidden <= MAX_AHEAD else LAUNCH_WIDE
 
 
-def _modulate_options(hidden: int, rows: int) -> dict[str, Any]:
-    return {"HIDDEN": hidden, "ROWS": rows, "EVEN": hidden % CHUNK == 0}
+def _modulate_options(hidden: int, how: RowLaunch) -> dict[str, Any]:
+    return {
+        "HIDDEN": hidden,
+        "ROWS": how.rows,
+        "EVEN": hidden % CHUNK == 0,
+        "AHEAD": how.ahead,
+        "HOLD": how.hold,
+    }
 
 
 def _qk_options(heads: int, head_dim: int) -> dict[str, Any]:
@@ -135,15 +144,15 @@ def _qk_options(heads: int, head_dim: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _modulate_kernel(device: int, dtype: torch.dtype, hidden: int, rows: int) -> Any:
+def _modulate_kernel(device: int, dtype: torch.dtype, hidden: int, how: RowLaunch) -> Any:
     """The kernel compiled for the current device; launching it skips Triton's argument analysis."""
     from sglang.kernels.ops.diffusion.triton.layernorm_modulate_kernels import (
         layernorm_modulate_kernel,
     )
 
-    options = _modulate_options(hidden, rows)
+    options = _modulate_options(hidden, how) | {"num_warps": how.warps}
     arguments = (*[dtype] * 4, *[VECTOR] * 5, 1e-6)
-    return layernorm_modulate_kernel.warmup(*arguments, **options, num_warps=4, grid=(1,))
+    return layernorm_modulate_kernel.warmup(*arguments, **options, grid=(1,))
 
 
 @functools.cache
@@ -168,15 +177,21 @@ def _layernorm_modulate(
             "last axis dense; test with can_use_fused_layernorm_modulate and run "
             "layernorm_modulate_reference otherwise"
         )
+    return launch_modulate(x, scale, shift, eps, _launch_of(x.shape[2]))
+
+
+def launch_modulate(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float, how: RowLaunch
+) -> torch.Tensor:
+    """The kernel, on inputs that the predicate took."""
     batch, sequence, hidden = x.shape
     out = x.new_empty(x.shape)
-    rows = _rows_a_program(batch * sequence, hidden)
     strides = (*_strides(x), *_strides(scale), *_strides(shift))
     with torch.cuda.device(x.device):
-        kernel = _modulate_kernel(x.device.index, x.dtype, hidden, rows)
-        kernel[(-(-sequence // rows), batch, 1)](
+        kernel = _modulate_kernel(x.device.index, x.dtype, hidden, how)
+        kernel[(how.programs(sequence, batch, x.device), batch, 1)](
             x, scale, shift, out, sequence, *(s // VECTOR for s in strides), eps,
-            *_modulate_options(hidden, rows).values(),
+            *_modulate_options(hidden, how).values(),
         )  # fmt: skip
     return out
 
@@ -246,10 +261,11 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str
     from sglang.kernels.ops.diffusion.triton import layernorm_modulate_kernels as kernels
 
     modulate = [
-        _aot(kernels.layernorm_modulate_kernel, pointer, _modulate_options(hidden, rows), 4)
-        for pointer, hidden, rows in [
-            ("*bf16", 3072, 2), ("*bf16", 4096, 1), ("*bf16", 2240, 1), ("*fp16", 64, 1),
-        ]
+        _aot(
+            kernels.layernorm_modulate_kernel, pointer,
+            _modulate_options(hidden, _launch_of(hidden)), _launch_of(hidden).warps,
+        )
+        for pointer, hidden in [("*bf16", 3072), ("*bf16", 4096), ("*bf16", 8192), ("*fp16", 64)]
     ]  # fmt: skip
     qk = [
         _aot(kernels.qk_head_layernorm_kernel, pointer, _qk_options(heads, head_dim), QK_WARPS)

@@ -128,6 +128,18 @@ def _block_moments(
     return mean, m2
 
 
+@triton.jit
+def _load_chunks(start: tl.tensor, mask: tl.tensor, HIDDEN: tl.constexpr) -> tl.tuple:
+    """The chunks [128 threads, ROWS, 4] of the rows at `start` [1, ROWS, 1], zeros outside."""
+    column = tl.arange(0, 128)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
+    chunks = ()
+    for chunk in tl.static_range((HIDDEN + 511) // 512):
+        at = chunk * 512 + column
+        allowed = mask if chunk < HIDDEN // 512 else mask & (at < HIDDEN)
+        chunks = chunks + (tl.load(start + at, mask=allowed, other=0.0),)
+    return chunks
+
+
 @triton.jit(
     do_not_specialize=[
         "sequence",
@@ -151,39 +163,60 @@ def layernorm_modulate_kernel(
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     EVEN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HOLD: tl.constexpr,
 ) -> None:
-    """ROWS rows of one batch entry a program. Strides are in vectors of four elements."""
+    """A program takes every num_programs-th block of ROWS rows of one batch entry.
+
+    Grid (programs, batch). Strides are in vectors of four elements. A row stays in registers
+    between the statistics and the output. Loads come before stores, which none may overtake;
+    AHEAD and HOLD as in `RowLaunch`.
+    """
     CHUNKS: tl.constexpr = (HIDDEN + 511) // 512
-    FULL: tl.constexpr = HIDDEN // 512
     batch = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[None, :, None]
+    x_entry = x_ptr + batch * x_batch_vectors * 4
+    scale_row = scale_ptr + batch * scale_vectors * 4
+    shift_row = shift_ptr + batch * shift_vectors * 4
+    out_entry = out_ptr + batch * sequence * HIDDEN
     column = tl.arange(0, 128)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
-    in_row = row < sequence
-    x_row = x_ptr + (batch * x_batch_vectors + row * x_row_vectors) * 4
-    out_row = out_ptr + (batch * sequence + row) * HIDDEN
+    offsets = tl.arange(0, ROWS)[None, :, None].to(tl.int64)
+    begin = tl.program_id(0).to(tl.int64) * ROWS
+    step = tl.num_programs(0) * ROWS
+    always = tl.full((1, 1, 1), True, tl.int1)
 
-    # The row stays in registers between the statistics and the output.
-    vectors = ()
-    for chunk in tl.static_range(CHUNKS):
-        at = chunk * 512 + column
-        mask = in_row if chunk < FULL else in_row & (at < HIDDEN)
-        vectors = vectors + (tl.load(x_row + at, mask=mask, other=0.0),)
+    pending = ()
+    held = ()
+    if AHEAD:
+        row = begin + offsets
+        pending = _load_chunks(x_entry + row * x_row_vectors * 4, row < sequence, HIDDEN)
+    if HOLD:
+        held = _load_chunks(scale_row, always, HIDDEN) + _load_chunks(shift_row, always, HIDDEN)
+    for first in range(begin, sequence, step):
+        row = first + offsets
+        in_row = row < sequence
+        if AHEAD:
+            vectors = pending
+            later = row + step
+            pending = _load_chunks(x_entry + later * x_row_vectors * 4, later < sequence, HIDDEN)
+        else:
+            vectors = _load_chunks(x_entry + row * x_row_vectors * 4, in_row, HIDDEN)
 
-    mean, m2 = _block_moments(vectors, ROWS, HIDDEN, EVEN)
-    rstd = rsqrt_approx(add_rn(div_rn(m2, HIDDEN * 1.0), eps))
-
-    mean = tl.reshape(mean, (1, ROWS, 1))
-    rstd = tl.reshape(rstd, (1, ROWS, 1))
-    for chunk in tl.static_range(CHUNKS):
-        at = chunk * 512 + column
-        owned = at < HIDDEN
-        factor = one_plus(
-            tl.load(scale_ptr + batch * scale_vectors * 4 + at, mask=owned, other=0.0)
-        )
-        shift = tl.load(shift_ptr + batch * shift_vectors * 4 + at, mask=owned, other=0.0)
-        value = mul_rn(rstd, sub_rn(widen(vectors[chunk]), mean))
-        out = modulate(value, factor, shift)
-        tl.store(out_row + at, out, mask=in_row if chunk < FULL else in_row & owned)
+        mean, m2 = _block_moments(vectors, ROWS, HIDDEN, EVEN)
+        rstd = rsqrt_approx(add_rn(div_rn(m2, HIDDEN * 1.0), eps))
+        mean = tl.reshape(mean, (1, ROWS, 1))
+        rstd = tl.reshape(rstd, (1, ROWS, 1))
+        if HOLD:
+            rows = held
+        else:
+            rows = _load_chunks(scale_row, always, HIDDEN)
+            rows = rows + _load_chunks(shift_row, always, HIDDEN)
+        out_row = out_entry + row * HIDDEN
+        for chunk in tl.static_range(CHUNKS):
+            at = chunk * 512 + column
+            value = mul_rn(rstd, sub_rn(widen(vectors[chunk]), mean))
+            out = modulate(value, one_plus(rows[chunk]), rows[CHUNKS + chunk])
+            mask = in_row if chunk < HIDDEN // 512 else in_row & (at < HIDDEN)
+            tl.store(out_row + at, out, mask=mask)
 
 
 @triton.jit

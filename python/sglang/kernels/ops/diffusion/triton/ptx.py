@@ -170,6 +170,25 @@ def modulate(value: tl.tensor, factor: tl.tensor, shift: tl.tensor) -> tl.tensor
 
 
 @triton.jit
+def add_gated(residual: tl.tensor, gate: tl.tensor, update: tl.tensor) -> tl.tensor:
+    """bf16 round(residual + round(gate * update)): see `modulate` and `rotate_rounded`."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 gated, ones, zeros;
+        mov.b32 ones, 0x3f803f80;
+        mov.b32 zeros, 0x80008000;
+        fma.rn.bf16x2 gated, $2, $3, zeros;
+        fma.rn.bf16x2 $0, $1, ones, gated;
+        }""",
+        "=r,r,r,r",
+        [residual, gate, update],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def rotate_rounded(
     first: tl.tensor,
     second: tl.tensor,

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from sglang.kernels.ops.diffusion.triton.head_streams import (
     MAX_HEAD_DIM,
     VECTOR,
+    HeadTile,
     head_strides,
     head_tile,
     new_heads,
@@ -38,7 +39,7 @@ from sglang.kernels.ops.diffusion.triton.head_streams import (
 )
 from sglang.kernels.registration import register_op
 
-TILE_ELEMENTS = 1024  # of one program step: 8 a thread with 4 warps
+TILE = HeadTile(elements=1024)  # 8 heads in 4 warps
 QK = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -126,12 +127,13 @@ def _tables_fit(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tokens: i
     return all(table_fits(table, shape, q, torch.float32) for table in (cos, sin))
 
 
-def _launch(
+def launch(
     txt: tuple[torch.Tensor, ...] | None,
     img: tuple[torch.Tensor, ...],
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
+    tile: HeadTile = TILE,
 ) -> QK:
     """`txt`, `img`: (q, k, q_weight, k_weight) of a stream."""
     from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rope_kernels import qk_rmsnorm_rope_kernel
@@ -147,7 +149,7 @@ def _launch(
         qk_rmsnorm_rope_kernel[(tokens, batch)](
             *first[:2], *img[:2], *first[2:], *img[2:], cos, sin, out_q, out_k, *strides,
             tokens - img[0].shape[1], eps,
-            JOINT=joint, H=heads, D=head_dim, **head_tile(heads, head_dim, TILE_ELEMENTS),
+            JOINT=joint, H=heads, D=head_dim, **head_tile(heads, head_dim, tile),
         )  # fmt: skip
     return out_q, out_k
 
@@ -164,7 +166,7 @@ def _qk_rmsnorm_rope(
     if not can_use_fused_qk_rmsnorm_rope(q, k, q_weight, k_weight, cos, sin):
         raise ValueError(_rejection("fused_qk_rmsnorm_rope", q=q, k=k, q_weight=q_weight,
                                     k_weight=k_weight, cos=cos, sin=sin))  # fmt: skip
-    return _launch(None, (q, k, q_weight, k_weight), cos, sin, eps)
+    return launch(None, (q, k, q_weight, k_weight), cos, sin, eps)
 
 
 def _joint_qk_rmsnorm_rope(
@@ -186,7 +188,7 @@ def _joint_qk_rmsnorm_rope(
         raise ValueError(_rejection("fused_joint_qk_rmsnorm_rope", txt_q=txt_q, txt_k=txt_k,
                                     img_q=img_q, img_k=img_k, img_q_weight=img_q_weight,
                                     cos=cos, sin=sin))  # fmt: skip
-    return _launch(txt, img, cos, sin, eps)
+    return launch(txt, img, cos, sin, eps)
 
 
 def _joint_qk_rmsnorm_rope_fake(
@@ -266,8 +268,8 @@ def fused_joint_qk_rmsnorm_rope(
     )  # fmt: skip
 
 
-def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
-    """(kernel, signature, constexprs) of the FLUX.1 launches, to compile without a GPU."""
+def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """(kernel, signature, constexprs, options) of the FLUX.1 launches, to compile without a GPU."""
     from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rope_kernels import qk_rmsnorm_rope_kernel
 
     signature = {}
@@ -278,9 +280,10 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
             signature[name] = "*fp32" if name in ("cos_ptr", "sin_ptr") else "*bf16"
         else:
             signature[name] = "fp32" if name == "eps" else "i32"
-    tile = head_tile(24, 128, TILE_ELEMENTS)
-    constants = {"H": 24, "D": 128, "BLOCK_H": tile["BLOCK_H"], "BLOCK_D": tile["BLOCK_D"]}
+    tile = head_tile(24, 128, TILE)
+    warps = {"num_warps": tile.pop("num_warps")}
+    constants = {"H": 24, "D": 128, **tile}
     return [
-        (qk_rmsnorm_rope_kernel, signature, {"JOINT": joint, **constants})
+        (qk_rmsnorm_rope_kernel, signature, {"JOINT": joint, **constants}, warps)
         for joint in (False, True)
     ]

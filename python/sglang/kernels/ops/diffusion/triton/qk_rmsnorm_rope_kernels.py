@@ -18,36 +18,30 @@ def _rstd(x: tl.tensor, eps: tl.tensor, D: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _halves(row: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """`[N]` -> its even and its odd entries, as `[1, N // 2]`."""
-    even, odd = tl.split(tl.reshape(row, (row.shape[0] // 2, 2)))
-    return even[None, :], odd[None, :]
+def _pairs(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """`[ROWS, N]` -> its even and its odd columns, as `[ROWS, N // 2]`."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
 @triton.jit
 def _norm_rope_tile(
-    x_ptrs: tl.tensor,
-    out_ptrs: tl.tensor,
-    mask: tl.tensor,
+    x: tl.tensor,
     weight: tl.tensor,
-    cos_even: tl.tensor,
-    cos_odd: tl.tensor,
-    sin_even: tl.tensor,
-    sin_odd: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
     eps: tl.tensor,
     D: tl.constexpr,
-) -> None:
-    """RMSNorm and RoPE of BLOCK_H heads of one token."""
-    heads: tl.constexpr = x_ptrs.shape[0]
-    block_d: tl.constexpr = x_ptrs.shape[1]
-    dtype: tl.constexpr = out_ptrs.dtype.element_ty
-    x = widen(tl.load(x_ptrs, mask=mask, other=0.0))
-    y = mul_rn(weight[None, :], mul_rn(_rstd(x, eps, D)[:, None], x))
-    real, imag = tl.split(tl.reshape(round_to(y, dtype), (heads, block_d // 2, 2)))
+) -> tl.tensor:
+    """RMSNorm and RoPE of BLOCK_H heads of one token; all tiles are `[BLOCK_H, BLOCK_D]`."""
+    dtype: tl.constexpr = x.dtype
+    x = widen(x)
+    y = mul_rn(widen(weight), mul_rn(_rstd(x, eps, D)[:, None], x))
+    real, imag = _pairs(round_to(y, dtype))
+    cos_even, cos_odd = _pairs(cos)
+    sin_even, sin_odd = _pairs(sin)
     out_even = sub_rn(mul_rn(real, cos_even), mul_rn(imag, sin_even))
     out_odd = add_rn(mul_rn(imag, cos_odd), mul_rn(real, sin_odd))
-    out = tl.reshape(tl.join(out_even, out_odd), (heads, block_d))
-    tl.store(out_ptrs, out.to(dtype), mask=mask)
+    return tl.reshape(tl.join(out_even, out_odd), (x.shape[0], x.shape[1])).to(dtype)
 
 
 # Alignment is in the address arithmetic, so a new length or stride need not compile a new kernel.
@@ -86,11 +80,12 @@ def qk_rmsnorm_rope_kernel(
 
     Grid (joint tokens, batch). Not JOINT: every token is an image token and `txt_*` is unused.
     Strides come in units of 8 elements, so that the compiler sees that 16-byte loads are aligned.
+    Weights and tables are loaded in the shape of a tile, so that they come in its layout.
     """
     token = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
-    cols = tl.arange(0, BLOCK_D)
-    in_row = cols < D
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    in_row = tl.full((BLOCK_H, BLOCK_D), True, tl.int1) & (cols < D)
     q_ptr, k_ptr = img_q_ptr, img_k_ptr
     q_weight_ptr, k_weight_ptr = img_q_weight_ptr, img_k_weight_ptr
     row = token
@@ -107,22 +102,25 @@ def qk_rmsnorm_rope_kernel(
         stride_h = txt_stride_h.to(tl.int64) if is_txt else img_stride_h.to(tl.int64)
     in_offset = batch * stride_b + row * stride_s
     out_offset = (batch * tl.num_programs(0) + token) * (H * D)
-    cos_even, cos_odd = _halves(tl.load(cos_ptr + token * D + cols, mask=in_row, other=0.0))
-    sin_even, sin_odd = _halves(tl.load(sin_ptr + token * D + cols, mask=in_row, other=0.0))
-    q_weight = tl.load(q_weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
-    k_weight = tl.load(k_weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+    # Stores hold back the loads that follow them: all loads come first.
+    q = ()
+    k = ()
     for first_head in tl.static_range(0, H, BLOCK_H):
         heads = first_head + tl.arange(0, BLOCK_H)[:, None].to(tl.int64)
-        x_offsets = (in_offset + heads * stride_h) * 8 + cols[None, :]
-        out_offsets = out_offset + heads * D + cols[None, :]
-        mask = tl.full((BLOCK_H, BLOCK_D), True, tl.int1)
-        if H % BLOCK_H != 0 or D != BLOCK_D:
-            mask = (heads < H) & in_row[None, :]
-        _norm_rope_tile(
-            q_ptr + x_offsets, out_q_ptr + out_offsets, mask, q_weight,
-            cos_even, cos_odd, sin_even, sin_odd, eps, D,
-        )  # fmt: skip
-        _norm_rope_tile(
-            k_ptr + x_offsets, out_k_ptr + out_offsets, mask, k_weight,
-            cos_even, cos_odd, sin_even, sin_odd, eps, D,
-        )  # fmt: skip
+        x_offsets = (in_offset + heads * stride_h) * 8 + cols
+        mask = in_row & (heads < H) if H % BLOCK_H != 0 else in_row
+        q = q + (tl.load(q_ptr + x_offsets, mask=mask, other=0.0),)
+        k = k + (tl.load(k_ptr + x_offsets, mask=mask, other=0.0),)
+    shared = tl.broadcast_to(cols, (BLOCK_H, BLOCK_D))
+    cos = tl.load(cos_ptr + token * D + shared, mask=in_row, other=0.0)
+    sin = tl.load(sin_ptr + token * D + shared, mask=in_row, other=0.0)
+    q_weight = tl.load(q_weight_ptr + shared, mask=in_row, other=0.0)
+    k_weight = tl.load(k_weight_ptr + shared, mask=in_row, other=0.0)
+    for block in tl.static_range((H + BLOCK_H - 1) // BLOCK_H):
+        heads = block * BLOCK_H + tl.arange(0, BLOCK_H)[:, None].to(tl.int64)
+        out_offsets = out_offset + heads * D + cols
+        mask = in_row & (heads < H) if H % BLOCK_H != 0 else in_row
+        out_q = _norm_rope_tile(q[block], q_weight, cos, sin, eps, D)
+        tl.store(out_q_ptr + out_offsets, out_q, mask=mask)
+        out_k = _norm_rope_tile(k[block], k_weight, cos, sin, eps, D)
+        tl.store(out_k_ptr + out_offsets, out_k, mask=mask)

@@ -6,6 +6,7 @@ import torch
 
 from sglang.kernels.ops.diffusion.triton.head_streams import (
     VECTOR,
+    HeadTile,
     head_strides,
     head_tile,
     stream_fits,
@@ -13,8 +14,7 @@ from sglang.kernels.ops.diffusion.triton.head_streams import (
 
 HEAD_DIMS = (16, 32, 64, 128)  # halves of whole 16-byte vectors, folded by halves
 MAX_ELEMENTS = 2**32  # where the 32-bit row offsets of aten's norm wrap
-TILE_ELEMENTS = 4096  # all 32 heads of a token
-A_THREAD = 16  # two loads of 16 bytes each of q and k, all in flight at once
+TILE = HeadTile(elements=4096, a_thread=16)  # all 32 heads of a token, every load at once
 QK = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -32,6 +32,7 @@ def launch(
     tables: QK | None,
     text_tokens: int,
     eps: float,
+    tile: HeadTile = TILE,
 ) -> QK:
     """Normed and rotated q, k, contiguous.
 
@@ -46,20 +47,22 @@ def launch(
         qk_rotate_half_kernel[(tokens, batch)](
             q, k, *(weights or (q, k)), *(tables or (q, k)), out_q, out_k, *strides,
             text_tokens, eps,
-            **_constants(weights is not None, tables is not None, heads, head_dim),
+            **_constants(weights is not None, tables is not None, heads, head_dim, tile),
         )  # fmt: skip
     return out_q, out_k
 
 
-def _constants(rms: bool, rotates: bool, heads: int, head_dim: int) -> dict[str, Any]:
-    tile = head_tile(heads, head_dim, TILE_ELEMENTS, A_THREAD)
+def _constants(
+    rms: bool, rotates: bool, heads: int, head_dim: int, tile: HeadTile = TILE
+) -> dict[str, Any]:
+    blocks = head_tile(heads, head_dim, tile)
     return {
         "RMS": rms,
         "ROTATES": rotates,
         "H": heads,
         "D": head_dim,
-        "BLOCK_H": tile["BLOCK_H"],
-        "num_warps": tile["num_warps"],
+        "BLOCK_H": blocks["BLOCK_H"],
+        "num_warps": blocks["num_warps"],
     }
 
 

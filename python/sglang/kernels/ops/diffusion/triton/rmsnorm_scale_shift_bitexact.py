@@ -33,13 +33,14 @@ import torch
 import torch.nn.functional as F
 
 from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
+from sglang.kernels.ops.diffusion.triton.row_launch import RowLaunch
 from sglang.kernels.registration import register_op, wants_gradient
 
 NORMS = ("flashinfer", "aten")
 FLASHINFER_THREADS = {2048: 32, 4096: 64, 8192: 128}  # hidden size: threads a row
 ATEN_THREADS, MAX_HIDDEN = 128, 8192
 VECTOR = 8  # elements of a 16-byte load
-ROWS_PER_PROGRAM = 1
+LAUNCH = RowLaunch(warps=4)
 MAX_BATCH = 65535  # the grid's second axis
 
 
@@ -126,7 +127,7 @@ def _row_fits(row: torch.Tensor, x: torch.Tensor) -> bool:
     return row.stride(-1) == 1 and (x.shape[0] == 1 or row.stride(0) % VECTOR == 0)
 
 
-def _launch(
+def launch(
     x: torch.Tensor,
     update: torch.Tensor | None,
     gate: torch.Tensor | None,
@@ -135,6 +136,7 @@ def _launch(
     shift: torch.Tensor,
     eps: float,
     norm: str,
+    how: RowLaunch = LAUNCH,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, new residual); without update and gate the second is `out` again and means nothing."""
     from sglang.kernels.ops.diffusion.triton.rmsnorm_scale_shift_kernels import (
@@ -145,28 +147,29 @@ def _launch(
     out = torch.empty_like(x)
     residual_out = out if update is None else torch.empty_like(x)
     update, gate = (x, scale) if update is None else (update, gate)
-    grid = (-(-tokens // ROWS_PER_PROGRAM), batch)
+    grid = (how.programs(tokens, batch, x.device), batch)
     with torch.cuda.device(x.device):
         rmsnorm_scale_shift_kernel[grid](
             x, update, gate, weight, scale, shift, out, residual_out,
             *(0 if batch == 1 else row.stride(0) // VECTOR for row in (gate, scale, shift)),
-            tokens, eps, RESIDUAL=residual_out is not out, **_constants(hidden, norm),
+            tokens, eps, RESIDUAL=residual_out is not out, **_constants(hidden, norm, how),
         )  # fmt: skip
     return out, residual_out
 
 
-def _constants(hidden: int, norm: str) -> dict[str, Any]:
-    """Layout of the repeated kernel; as many warps as let each thread load 16 bytes at a time."""
+def _constants(hidden: int, norm: str, how: RowLaunch = LAUNCH) -> dict[str, Any]:
+    """Layout of the repeated kernel, and the launch's warps, as many as its threads at most."""
     aten = norm == "aten"
     threads = ATEN_THREADS if aten else FLASHINFER_THREADS[hidden]
-    vector = 4 if aten else 8
     return {
         "ATEN": aten,
         "HIDDEN": hidden,
         "THREADS": threads,
-        "VECTOR": vector,
-        "ROWS": ROWS_PER_PROGRAM,
-        "num_warps": threads * vector // (32 * VECTOR),
+        "VECTOR": 4 if aten else 8,
+        "ROWS": how.rows,
+        "AHEAD": how.ahead,
+        "HOLD": how.hold,
+        "num_warps": min(how.warps, threads // 32),
     }
 
 
@@ -181,7 +184,7 @@ def _rmsnorm_scale_shift(
     if not can_use_fused_rmsnorm_scale_shift(x, weight, scale, shift, norm=norm):
         raise ValueError(_rejection("fused_rmsnorm_scale_shift_bitexact", norm, x=x, weight=weight,
                                     scale=scale, shift=shift))  # fmt: skip
-    return _launch(x, None, None, weight, scale, shift, eps, norm)[0]
+    return launch(x, None, None, weight, scale, shift, eps, norm)[0]
 
 
 def _rmsnorm_scale_shift_fake(
@@ -211,7 +214,7 @@ def _scale_residual_rmsnorm_scale_shift(
         raise ValueError(_rejection("fused_scale_residual_rmsnorm_scale_shift_bitexact", norm,
                                     residual=residual, update=update, gate=gate, weight=weight,
                                     scale=scale, shift=shift))  # fmt: skip
-    return _launch(residual, update, gate, weight, scale, shift, eps, norm)
+    return launch(residual, update, gate, weight, scale, shift, eps, norm)
 
 
 def _scale_residual_rmsnorm_scale_shift_fake(
@@ -284,8 +287,8 @@ def fused_scale_residual_rmsnorm_scale_shift_bitexact(
     return _residual_op(residual, update, gate, weight, scale, shift, eps, norm)
 
 
-def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
-    """(kernel, signature, constexprs) of both ops and both norms, to compile without a GPU."""
+def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """(kernel, signature, constexprs, options) of both ops and norms, to compile without a GPU."""
     from sglang.kernels.ops.diffusion.triton.rmsnorm_scale_shift_kernels import (
         rmsnorm_scale_shift_kernel,
     )
@@ -301,6 +304,7 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
             rmsnorm_scale_shift_kernel,
             signature,
             {"RESIDUAL": residual} | {k: v for k, v in layout.items() if k.isupper()},
+            {"num_warps": layout["num_warps"]},
         )
         for layout, residual in layouts
     ]

@@ -4,10 +4,12 @@ import triton
 import triton.language as tl
 
 from sglang.kernels.ops.diffusion.triton.ptx import (
+    add_gated,
     add_rn,
     div_rn,
+    modulate,
     mul_rn,
-    round_to,
+    one_plus,
     rsqrt_approx,
     widen,
 )
@@ -48,10 +50,70 @@ def _rstd(total: tl.tensor, eps: tl.tensor, HIDDEN: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _modulate(y: tl.tensor, scale: tl.tensor, shift: tl.tensor) -> tl.tensor:
-    """`y * (1 + scale) + shift` with eager's bf16 boundary after every operation but the last."""
-    scaled = mul_rn(y, round_to(add_rn(widen(scale), 1.0), tl.bfloat16))
-    return add_rn(round_to(scaled, tl.bfloat16), widen(shift))
+def _load_chunks(
+    start: tl.tensor, mask: tl.tensor, HIDDEN: tl.constexpr, CHUNK: tl.constexpr
+) -> tl.tuple:
+    """Tiles of CHUNK columns of the rows that begin at `start`, zeros where `mask` forbids."""
+    columns = tl.arange(0, CHUNK)[None, :]
+    chunks = ()
+    for chunk in tl.static_range((HIDDEN + CHUNK - 1) // CHUNK):
+        place = columns + chunk * CHUNK
+        allowed = mask & (place < HIDDEN) if HIDDEN % CHUNK else mask
+        chunks = chunks + (tl.load(start + place, mask=allowed, other=0.0),)
+    return chunks
+
+
+@triton.jit
+def _store_chunk(
+    start: tl.tensor,
+    value: tl.tensor,
+    chunk: tl.constexpr,
+    mask: tl.tensor,
+    HIDDEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    place = tl.arange(0, CHUNK)[None, :] + chunk * CHUNK
+    tl.store(start + place, value, mask=mask & (place < HIDDEN) if HIDDEN % CHUNK else mask)
+
+
+@triton.jit
+def _load_inputs(
+    x_ptr: tl.tensor,
+    update_ptr: tl.tensor,
+    entry: tl.tensor,
+    token: tl.tensor,
+    tokens: tl.tensor,
+    RESIDUAL: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> tl.tuple:
+    """The chunks of x, then, with RESIDUAL, those of update."""
+    mask = token < tokens
+    start = entry + token * HIDDEN
+    chunks = _load_chunks(x_ptr + start, mask, HIDDEN, CHUNK)
+    if RESIDUAL:
+        chunks = chunks + _load_chunks(update_ptr + start, mask, HIDDEN, CHUNK)
+    return chunks
+
+
+@triton.jit
+def _load_broadcast(
+    gate_row: tl.tensor,
+    weight_ptr: tl.tensor,
+    scale_row: tl.tensor,
+    shift_row: tl.tensor,
+    RESIDUAL: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> tl.tuple:
+    """The chunks of weight, scale and shift, then, with RESIDUAL, those of gate."""
+    mask = tl.full((1, 1), True, tl.int1)
+    chunks = _load_chunks(weight_ptr, mask, HIDDEN, CHUNK)
+    chunks = chunks + _load_chunks(scale_row, mask, HIDDEN, CHUNK)
+    chunks = chunks + _load_chunks(shift_row, mask, HIDDEN, CHUNK)
+    if RESIDUAL:
+        chunks = chunks + _load_chunks(gate_row, mask, HIDDEN, CHUNK)
+    return chunks
 
 
 @triton.jit(do_not_specialize=["gate_stride", "scale_stride", "shift_stride", "tokens"])
@@ -75,44 +137,67 @@ def rmsnorm_scale_shift_kernel(
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HOLD: tl.constexpr,
 ) -> None:
-    """One program = ROWS rows of one batch entry, held in registers between the two passes.
+    """A program takes every num_programs-th block of ROWS rows of one batch entry.
 
-    Grid (row blocks, batch). THREADS and VECTOR describe the kernel that is repeated: its thread t
+    Grid (programs, batch). THREADS and VECTOR describe the kernel that is repeated: its thread t
     owns the vectors t, t + THREADS, ... of VECTOR elements. Batch strides are in units of 8
-    elements, so that the compiler sees that 16-byte loads are aligned.
+    elements, so that the compiler sees that 16-byte loads are aligned. A row stays in registers
+    between the two passes. Loads come before stores, which none may overtake; AHEAD and HOLD as in
+    `RowLaunch`.
     """
     CHUNK: tl.constexpr = THREADS * VECTOR
     CHUNKS: tl.constexpr = (HIDDEN + CHUNK - 1) // CHUNK
     batch = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    cols = tl.arange(0, CHUNK)[None, :]
-    row_offset = (batch * tokens + token) * HIDDEN
-    in_batch = token < tokens
+    gate_row = gate_ptr + batch * gate_stride * 8
+    scale_row = scale_ptr + batch * scale_stride * 8
+    shift_row = shift_ptr + batch * shift_stride * 8
+    entry = batch * tokens * HIDDEN
+    begin = tl.program_id(0) * ROWS
+    step = tl.num_programs(0) * ROWS
+    offsets = tl.arange(0, ROWS)[:, None].to(tl.int64)
 
-    acc = tl.zeros((ROWS, THREADS), tl.float32)
-    tiles = ()
-    for chunk in tl.static_range(CHUNKS):
-        place = cols + chunk * CHUNK
-        in_row = place < HIDDEN if HIDDEN % CHUNK else tl.full((1, CHUNK), True, tl.int1)
-        mask = in_batch & in_row
-        x = tl.load(x_ptr + row_offset + place, mask=mask, other=0.0)
-        if RESIDUAL:
-            update = tl.load(update_ptr + row_offset + place, mask=mask, other=0.0)
-            gate = tl.load(gate_ptr + batch * gate_stride * 8 + place, mask=in_row, other=0.0)
-            gated = round_to(mul_rn(widen(gate), widen(update)), tl.bfloat16)
-            x = add_rn(widen(x), gated).to(tl.bfloat16)
-            tl.store(residual_out_ptr + row_offset + place, x, mask=mask)
-        acc = _add_squares(acc, widen(x), ATEN)
-        tiles = tiles + (x,)
-
-    rstd = _rstd(_fold_threads(acc, ATEN), eps, HIDDEN)
-    for chunk in tl.static_range(CHUNKS):
-        place = cols + chunk * CHUNK
-        in_row = place < HIDDEN if HIDDEN % CHUNK else tl.full((1, CHUNK), True, tl.int1)
-        weight = widen(tl.load(weight_ptr + place, mask=in_row, other=0.0))
-        scale = tl.load(scale_ptr + batch * scale_stride * 8 + place, mask=in_row, other=0.0)
-        shift = tl.load(shift_ptr + batch * shift_stride * 8 + place, mask=in_row, other=0.0)
-        y = round_to(mul_rn(mul_rn(widen(tiles[chunk]), rstd), weight), tl.bfloat16)
-        out = _modulate(y, scale, shift).to(tl.bfloat16)
-        tl.store(out_ptr + row_offset + place, out, mask=in_batch & in_row)
+    pending = ()
+    held = ()
+    if AHEAD:
+        pending = _load_inputs(
+            x_ptr, update_ptr, entry, begin + offsets, tokens, RESIDUAL, HIDDEN, CHUNK
+        )
+    if HOLD:
+        held = _load_broadcast(gate_row, weight_ptr, scale_row, shift_row, RESIDUAL, HIDDEN, CHUNK)
+    for first in range(begin, tokens, step):
+        token = first + offsets
+        if AHEAD:
+            inputs = pending
+            pending = _load_inputs(
+                x_ptr, update_ptr, entry, token + step, tokens, RESIDUAL, HIDDEN, CHUNK
+            )
+        else:
+            inputs = _load_inputs(x_ptr, update_ptr, entry, token, tokens, RESIDUAL, HIDDEN, CHUNK)
+        if HOLD:
+            rows = held
+        else:
+            rows = _load_broadcast(
+                gate_row, weight_ptr, scale_row, shift_row, RESIDUAL, HIDDEN, CHUNK
+            )
+        acc = tl.zeros((ROWS, THREADS), tl.float32)
+        normed = ()
+        for chunk in tl.static_range(CHUNKS):
+            x = inputs[chunk]
+            if RESIDUAL:
+                x = add_gated(x, rows[3 * CHUNKS + chunk], inputs[CHUNKS + chunk])
+            acc = _add_squares(acc, widen(x), ATEN)
+            normed = normed + (x,)
+        rstd = _rstd(_fold_threads(acc, ATEN), eps, HIDDEN)
+        mask = token < tokens
+        start = entry + token * HIDDEN
+        for chunk in tl.static_range(CHUNKS):
+            x = normed[chunk]
+            if RESIDUAL:
+                _store_chunk(residual_out_ptr + start, x, chunk, mask, HIDDEN, CHUNK)
+            value = mul_rn(mul_rn(widen(x), rstd), widen(rows[chunk]))
+            factor = one_plus(rows[CHUNKS + chunk])
+            out = modulate(value, factor, rows[2 * CHUNKS + chunk])
+            _store_chunk(out_ptr + start, out, chunk, mask, HIDDEN, CHUNK)
