@@ -148,7 +148,7 @@ def test_three_products_are_those_of_one_matrix(sizes):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-@pytest.mark.parametrize("shape", [(27392, 4096), (192, 64), (14, 1000)])
+@pytest.mark.parametrize("shape", [(27392, 4096), (192, 64), (14, 1000), (6, 4104)])
 def test_swiglu_is_eager_on_the_products(shape, dtype):
     x, weight = normal(1, 1, shape[1], dtype=dtype), normal(*shape, dtype=dtype, scale=0.2)
     fused = gemv_swiglu(x, weight)

@@ -30,7 +30,6 @@ from sglang.kernels.registration import describe, register_op, wants_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
 VECTOR = 8  # elements of a 16-byte load
-MAX_BLOCK_K = 4096
 # A program asks for the tile of the one so many places after it. About as many run at once on an
 # H200 (5 on each of 132 processors), so it is the next wave's; no result depends on it.
 AHEAD = 640
@@ -109,12 +108,13 @@ def tile(rows: int, columns: int) -> dict[str, int]:
 
     `rows`: of the matrix that are read. A program reads BLOCK_N whole rows.
     """
-    if columns <= 1024:
-        block_k = max(256, 1 << (columns - 1).bit_length())
+    block_k = max(256, 1 << (columns - 1).bit_length())
+    if block_k <= 1024:
         return {"BLOCK_N": 4, "BLOCK_K": block_k, "UNROLL": 1, "num_warps": block_k // 256}
-    if columns <= MAX_BLOCK_K:
-        block_k = 1 << (columns - 1).bit_length()
+    if block_k <= 4096:
         return {"BLOCK_N": 4, "BLOCK_K": block_k, "UNROLL": 1, "num_warps": 4}
+    if block_k <= 16384:  # a loop over fewer columns has less of the row on its way
+        return {"BLOCK_N": 1, "BLOCK_K": block_k, "UNROLL": 1, "num_warps": 8}
     return {"BLOCK_N": 4, "BLOCK_K": 2048, "UNROLL": 2, "num_warps": 8}
 
 
@@ -184,7 +184,8 @@ def _gemv_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if not can_use_gemv_swiglu(x, weight):
         raise ValueError(_rejection("gemv_swiglu", x=x, weight=weight))
     constants = tile(*weight.shape)
-    return launch_gemv_swiglu(x, weight, constants | {"BLOCK_N": constants["BLOCK_N"] // 2})
+    pairs = max(1, constants["BLOCK_N"] // 2)
+    return launch_gemv_swiglu(x, weight, constants | {"BLOCK_N": pairs})
 
 
 def launch_gemv_swiglu(
@@ -274,6 +275,7 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str
     return [
         _aot(kernels.gemv_kernel, tile(4096, 4096), N=4096, K=4096, HAS_BIAS=False),
         _aot(kernels.gemv_kernel, tile(4096, 13696), N=4096, K=13696, HAS_BIAS=False),
+        _aot(kernels.gemv_kernel, tile(4096, 28672), N=4096, K=28672, HAS_BIAS=False),
         _aot(kernels.gemv_kernel, tile(96, 64), N=96, K=64, HAS_BIAS=True),
         _aot(kernels.gemv_qkv_kernel, tile(4608, 4096), **qkv),
         _aot(kernels.gemv_swiglu_kernel, tile(27392, 4096) | {"BLOCK_N": 2}, **gated),

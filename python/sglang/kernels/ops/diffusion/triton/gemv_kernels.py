@@ -132,8 +132,10 @@ def gemv_swiglu_kernel(
     rows = tl.minimum(values, N - 1) + pairs % 2 * N
     later = tl.minimum(values + AHEAD * BLOCK_N, N - 1) + pairs % 2 * N
     y = _row_dots(x_ptr, weight_ptr, rows, later, K, BLOCK_K, UNROLL, AHEAD, PDL)
-    gate, up = tl.split(tl.reshape(round_to(y, dtype), (BLOCK_N, 2)))
-    silu = div_rn(gate, add_rn(_exp(-gate), 1.0))
-    out = mul_rn(up, round_to(silu, dtype))
+    y = round_to(y, dtype)  # in pairs, so before gates and ups part
+    silu = round_to(div_rn(y, add_rn(_exp(-y), 1.0)), dtype)
+    silu, _ = tl.split(tl.reshape(silu, (BLOCK_N, 2)))
+    _, up = tl.split(tl.reshape(y, (BLOCK_N, 2)))
+    out = mul_rn(up, silu)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(out_ptr + rows, out.to(dtype), mask=rows < N)
