@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.reduction_models import (
@@ -189,7 +190,24 @@ def test_merges_with_empty_threads_keep_a_head():
     assert np.all(n * (np.float32(1) / n) == 1)
 
 
-@pytest.mark.parametrize("name, cases", [("layernorm", 12), ("rotate_half", 8), ("decode", 22)])
+def test_bf16_products_survive_rounding_to_fp32():
+    """What the bf16 arithmetic assumes: fp32 in between changes no product, subnormals included."""
+    mantissas = torch.arange(128, 256, dtype=torch.float64)
+    products = (mantissas[:, None] * mantissas).unique()  # of 14 to 16 bits, at every exponent:
+    for exponent in range(-165, -110):  # around bf16's least number, 2^-133, and fp32's, 2^-149
+        exact = products * 2.0**exponent
+        assert torch.equal(exact.float().bfloat16(), _bf16_from_exact(exact)), exponent
+
+
+def _bf16_from_exact(exact):
+    """fp64 -> bf16 with one rounding to nearest even."""
+    unit = 2.0 ** (torch.frexp(exact).exponent.double() - 8).clamp(min=-133)
+    return (torch.round(exact / unit) * unit).bfloat16()  # torch.round takes ties to even
+
+
+@pytest.mark.parametrize(
+    "name, cases", [("layernorm", 12), ("rmsnorm", 15), ("rotate_half", 8), ("decode", 22)]
+)
 def test_triton_kernels_follow_the_models(name, cases):
     """Triton's interpreter runs the kernels against the models, on the CPU."""
     script = Path(__file__).parent / f"interpret_{name}.py"
