@@ -27,6 +27,7 @@ from sweep_cases import Case, Launch, cases  # noqa: E402
 from timing import copy_ceiling_tbps, time_us  # noqa: E402
 
 from sglang.kernels.ops.diffusion.bitexact_gate import tensors_equal  # noqa: E402
+from sglang.kernels.ops.diffusion.triton.row_launch import RowLaunch  # noqa: E402
 
 COMPILERS = 16
 BUDGET_S = 70.0  # of the whole run; what is left then is named as not timed
@@ -61,10 +62,17 @@ def compile_launch(case: Case, how: Launch) -> None:
         case.launch(how)
 
 
+def compiled_form(case: Case, how: Launch) -> tuple[object, ...]:
+    """What a launch's machine code depends on: not the rows, nor how many programs share them."""
+    code = how._replace(per_sm=0) if isinstance(how, RowLaunch) else how
+    return case.op, case.shape[2:], code
+
+
 def compile_all(all_cases: Sequence[Case], seconds: float) -> None:
-    """Compile every launch in threads, for `seconds` at most."""
+    """Compile each form once, in threads, for `seconds` at most."""
     pool = ThreadPoolExecutor(COMPILERS)
-    futures = [pool.submit(compile_launch, c, how) for c in all_cases for how in c.launches]
+    forms = {compiled_form(c, how): (c, how) for c in all_cases for how in c.launches}
+    futures = [pool.submit(compile_launch, *launch) for launch in forms.values()]
     wait(futures, timeout=seconds)
     pool.shutdown(wait=False, cancel_futures=True)
     torch.cuda.synchronize()
