@@ -32,6 +32,11 @@ class ThreadAxis:
         """As `Axis.all_to_all`."""
         return torch.stack([sent[self.rank] for sent in self.all_gather(send)])
 
+    def begin_all_to_all(self, send: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """As `Axis.begin_all_to_all`."""
+        received = self.all_to_all(send)
+        return lambda: received
+
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """As `Axis.add_up`: in rank order, so that every rank has the same bits."""
         return x.copy_(sum(self.all_gather(x)))

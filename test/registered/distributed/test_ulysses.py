@@ -85,7 +85,10 @@ def test_attention_over_cut_sequences_has_the_bytes_of_one_rank(lengths, ranks):
         assert attention.share(CPU, *lengths) is share
         streams = [x.split(lengths, dim=1) for x in (q, k, v)]
         local = (torch.cat([share.local(s, i) for i, s in enumerate(x)], 1) for x in streams)
-        parts = attention(*local).split(share.parts, dim=1)
+        local = list(local)
+        out = attention(*local)
+        assert torch.equal(attention.begin(*local)(), out)
+        parts = out.split(share.parts, dim=1)
         return torch.cat([share.whole(part, i) for i, part in enumerate(parts)], dim=1)
 
     for got in on_every_rank(ranks, run):

@@ -39,6 +39,17 @@ class Axis:
         dist.all_to_all_single(received, send, group=self.group)
         return received
 
+    def begin_all_to_all(self, send: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """`all_to_all`, whose result comes from the call: kernels launched before it overlap."""
+        received = torch.empty_like(send)
+        work = dist.all_to_all_single(received, send, group=self.group, async_op=True)
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            return received
+
+        return finish
+
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, in place; the same bits on every rank."""
         dist.all_reduce(x, group=self.group)

@@ -58,13 +58,29 @@ class SequenceShare(WholeSequence):
 
     def heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k, v of local tokens, [B, L, H, E] -> of all tokens in order, [B, J, h, E]."""
-        b, _, heads, head_size = q.shape
+        return self._in_order(self.axis.all_to_all(self._by_rank(q, k, v)))
+
+    def begin_heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """`heads`, whose result comes from the call."""
+        send = self._by_rank(q, k, v)
+        finish = self.axis.begin_all_to_all(send)
+        return lambda: self._in_order(finish())
+
+    def _by_rank(self, *rows: torch.Tensor) -> torch.Tensor:
+        """q, k, v [B, L, H, E] -> [P, 3, B, L, h, E], what each rank gets. One copy of each."""
+        b, tokens, heads, head_size = rows[0].shape
         ranks = self.axis.size
-        send = q.new_empty(ranks, 3, *q.shape[:2], heads // ranks, head_size)
-        for i, x in enumerate((q, k, v)):
-            send[:, i] = x.unflatten(2, (ranks, -1)).movedim(2, 0)
-        rows = _select(self.axis.all_to_all(send).flatten(0, 3), self._joint_index(3 * b))
-        return rows.view(3, b, -1, heads // ranks, head_size).unbind(0)
+        send = rows[0].new_empty(ranks, len(rows), b, tokens, heads // ranks, head_size)
+        torch.stack([x.unflatten(2, (ranks, -1)) for x in rows], out=send.movedim(0, 3))
+        return send
+
+    def _in_order(self, received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[P, 3, B, L, h, E] -> q, k, v of all tokens."""
+        blocks, b = received.shape[1:3]
+        rows = _select(received.flatten(0, 3), self._joint_index(blocks * b))
+        return rows.view(blocks, b, -1, *rows.shape[1:]).unbind(0)
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Attention's output of all tokens, [B, J, h E] -> of local tokens, [B, L, H E]."""
@@ -156,8 +172,21 @@ class UlyssesAttention:
 
         `more` goes to the backend, which sees all tokens and this rank's heads.
         """
+        share = self._current()
+        return share.tokens(self._attention(*share.heads(q, k, v), *more))
+
+    def begin(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
+        """The same; attention runs in the call, and what is launched before overlaps with the
+        exchange that comes first."""
+        share = self._current()
+        finish = share.begin_heads(q, k, v)
+        return lambda: share.tokens(self._attention(*finish()))
+
+    def _current(self) -> SequenceShare:
         assert self._share is not None, "share() comes before the first block"
-        return self._share.tokens(self._attention(*self._share.heads(q, k, v), *more))
+        return self._share
 
 
 def _select(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

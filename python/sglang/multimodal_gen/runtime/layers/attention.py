@@ -1,5 +1,7 @@
 """Attention through one pinned SDPA backend: a mask, stride or dtype never switches it silently."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -45,8 +47,8 @@ class AttentionBackend:
         """Softmax attention without a mask.
 
         q, k, v: [B, S, H, E]; returns [B, S, H * E]. `memory` keeps keys and values, or stands
-        before them. Raises RuntimeError where the pinned backend
-        cannot run this dtype or shape, instead of taking another one.
+        before them. Raises RuntimeError where the pinned backend cannot run this dtype or shape,
+        instead of taking another one.
         """
         if memory is not None:
             k, v = memory.exchange(k, v)
@@ -55,6 +57,13 @@ class AttentionBackend:
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             )
         return out.transpose(1, 2).flatten(2, 3)
+
+    def begin(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
+        """The same, at once; the call returns it. Ranks that share tokens exchange meanwhile."""
+        out = self(q, k, v)
+        return lambda: out
 
 
 def make_attention(name: str, ulysses: Axis) -> AttentionBackend | UlyssesAttention:

@@ -8,7 +8,7 @@ Shape legend: B batch, S image tokens, T text tokens, J = T + S joint tokens, D 
 H heads, E head size, C packed latent channels, M = 4 D mlp hidden.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -279,12 +279,13 @@ class FluxSingleTransformerBlock(nn.Module):
     def forward(self, joint: torch.Tensor, row: torch.Tensor, rope: Rope) -> torch.Tensor:
         """joint [B, J, D], modulation row [B, 3 D]. Returns [B, J, D]."""
         norm, gate = self.norm.modulate(joint, row)
-        attn = self.attn(norm, rope)
+        attention = self.attn.begin(norm, rope)
         if fused_gelu_active(self) and can_fuse_linear_gelu(self.proj_mlp, norm):
             mlp = fused_linear_gelu_tanh(norm, self.proj_mlp.weight, self.proj_mlp.bias)
-            out = self._project_apart(attn, mlp)
+            out = self._project_apart(attention(), mlp)
         else:
-            out = self.proj_out(_flux_gelu_concat(attn, self.proj_mlp(norm)))
+            mlp = self.proj_mlp(norm)
+            out = self.proj_out(_flux_gelu_concat(attention(), mlp))
         return _clip_fp16(_flux_residual_gate_add(joint, out, gate[:, None]))
 
     def _project_apart(self, attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
@@ -324,11 +325,11 @@ class FluxAttention(nn.Module):
             )
             self.to_add_out = nn.Linear(dim, dim)
 
-    def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """One stream, no output projection. x [B, J, D] -> [B, J, D]."""
+    def begin(self, x: torch.Tensor, rope: Rope) -> Callable[[], torch.Tensor]:
+        """One stream, no output projection. x [B, J, D] -> [B, J, D], returned by the call."""
         q, k, v = map(self._heads, project(x, self.to_q, self.to_k, self.to_v))
         q, k = _flux_qk_norm_rope(q, k, self.norm_q.weight, self.norm_k.weight, rope)
-        return self.attention(q, k, v)
+        return self.attention.begin(q, k, v)
 
     def forward_joint(
         self, img: torch.Tensor, txt: torch.Tensor, rope: Rope
