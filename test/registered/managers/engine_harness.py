@@ -19,10 +19,10 @@ LONG = {**PICTURE, "num_inference_steps": 1000}
 class Served:
     """An engine in an event loop of its own, which turns while `run` or `until` does."""
 
-    def __init__(self, folder=None, device="cpu", **settings):
+    def __init__(self, folder=None, device="cpu", num_gpus=1, **settings):
         self.runner = asyncio.Runner()
         path = None if folder is None else str(folder)  # None: the bundled model
-        args = ServerArgs(model_path=path, device=device, log_level="warning")
+        args = ServerArgs(model_path=path, device=device, num_gpus=num_gpus, log_level="warning")
         settings = {"max_queue": 8, "request_timeout": 60, **settings}
         self.engine = EngineClient(args, **settings)
 
