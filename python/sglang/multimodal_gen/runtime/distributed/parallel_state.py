@@ -104,16 +104,17 @@ def join(
     """
     require_free()
     on_gpu = device.type == "cuda"
+    # NCCL's own watchdog ends the whole process: rank 0, which has the same time-out, comes first.
+    timeout = timedelta(seconds=2 * timeout_s if on_gpu else timeout_s)
     dist.init_process_group(
         backend="nccl" if on_gpu else "gloo",
         store=dist.FileStore(store_file, layout.world),
         rank=rank,
         world_size=layout.world,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         device_id=device if on_gpu else None,
     )
-    axes = _axes(rank, layout, timedelta(seconds=timeout_s))
-    return ParallelState(rank, layout, **axes)
+    return ParallelState(rank, layout, **_axes(rank, layout, timeout))
 
 
 def broadcast(tensor: torch.Tensor) -> torch.Tensor:
