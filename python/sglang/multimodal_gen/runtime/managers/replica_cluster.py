@@ -124,7 +124,7 @@ class ReplicaCluster:
             {state.lower(): n for state, n in deployment.replica_states.items() if n},
             application.status.value == "RUNNING",
             application.status.value == "DEPLOY_FAILED",
-            deployment.message or application.message,
+            _last_line(deployment.message or application.message),
         )
 
     def about(self) -> list[ReplicaInfo]:
@@ -217,7 +217,8 @@ def require_ray() -> None:
     """Import Ray Serve, in the main thread, as its signal handlers want it. Raises
     InvalidParameter where it is not installed."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # of replicas' lines in this server's log
+    for name in ("RAY_COLOR_PREFIX", "RAY_DEDUP_LOGS"):  # replicas' lines in this server's log
+        os.environ.setdefault(name, "0")
     try:
         from ray import serve  # noqa: F401
     except ImportError as error:
@@ -231,5 +232,7 @@ def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def _last_line(error: Exception) -> str:
-    return str(error).strip().rpartition("\n")[2]
+def _last_line(error: object) -> str:
+    """What a traceback ends with; without the name, where the exception is this engine's."""
+    line = str(error).strip().rpartition("\n")[2]
+    return line.rpartition(f"{EngineUnavailable.__name__}: ")[2]

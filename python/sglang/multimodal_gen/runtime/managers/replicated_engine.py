@@ -151,14 +151,19 @@ class ReplicatedEngine:
     async def _look(self) -> None:
         before, self._status = self._status, await self._in_thread(self._cluster.status)
         running = self._status.states.get("running", 0)
-        if running and (before.states != self._status.states or len(self._about) != running):
-            await self._learn()
         self._requests.at_work = running
-        if self._status.failed and not self._settled.is_set():
-            self._stop(self._status.message)
-        elif self._settled.is_set():
+        if self._settled.is_set():
             self._restarts += max(0, running - before.states.get("running", 0))
             self._follow(running)
+        if running and (before.states != self._status.states or len(self._about) != running):
+            await self._learn()
+        if not self._settled.is_set():
+            self._on_start(running)
+
+    def _on_start(self, running: int) -> None:
+        """The first start goes on, or it has ended well or badly."""
+        if self._status.failed:
+            self._stop(self._status.message)
         elif self._status.settled and self._about:
             self._follow(running)
             self._settled.set()
