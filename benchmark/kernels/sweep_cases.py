@@ -137,7 +137,7 @@ def rmsnorm_case(rows: int, width: int) -> Case:
     args = (weight, scale, shift, EPS, "aten")
     return Case(
         "rmsnorm_scale_shift", tuple(x.shape), 4 * x.numel() + 6 * width,
-        rmsnorm.LAUNCH, RMSNORM_LAUNCHES,
+        rmsnorm.LAUNCH_AHEAD, RMSNORM_LAUNCHES,
         partial(rmsnorm.rmsnorm_scale_shift_reference, x, *args),
         lambda how: rmsnorm.launch(x, None, None, *args, how)[0],
     )  # fmt: skip

@@ -39,7 +39,7 @@ from sglang.kernels.ops.diffusion.triton.head_streams import (
 )
 from sglang.kernels.registration import register_op
 
-TILE = HeadTile(elements=1024)  # 8 heads in 4 warps
+TILE = HeadTile(elements=512)  # 4 heads; 28.2 us at (1, 4096, 24, 128) on an H200, 1024: 29.1
 QK = tuple[torch.Tensor, torch.Tensor]
 
 

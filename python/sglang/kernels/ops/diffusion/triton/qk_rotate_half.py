@@ -14,7 +14,9 @@ from sglang.kernels.ops.diffusion.triton.head_streams import (
 
 HEAD_DIMS = (16, 32, 64, 128)  # halves of whole 16-byte vectors, folded by halves
 MAX_ELEMENTS = 2**32  # where the 32-bit row offsets of aten's norm wrap
-TILE = HeadTile(elements=4096, a_thread=16)  # all 32 heads of a token, every load at once
+# All 32 heads of a token, every load at once. On an H200, (1, 4360, 32, 128): 39.5 us with the
+# LayerNorm where 16 elements a thread take 42.7; the RMSNorm takes 35.8 either way.
+TILE = HeadTile(elements=4096, a_thread=32)
 QK = tuple[torch.Tensor, torch.Tensor]
 
 

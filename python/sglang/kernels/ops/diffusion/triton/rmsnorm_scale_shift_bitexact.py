@@ -41,6 +41,9 @@ FLASHINFER_THREADS = {2048: 32, 4096: 64, 8192: 128}  # hidden size: threads a r
 ATEN_THREADS, MAX_HIDDEN = 128, 8192
 VECTOR = 8  # elements of a 16-byte load
 LAUNCH = RowLaunch(warps=4)
+# of aten's norm without a residual: 19.6 us instead of 21.7 at (1, 4216, 4096) on an H200
+LAUNCH_AHEAD = RowLaunch(warps=4, per_sm=4, ahead=True)
+MAX_AHEAD = 4096  # two rows in registers
 MAX_BATCH = 65535  # the grid's second axis
 
 
@@ -136,7 +139,7 @@ def launch(
     shift: torch.Tensor,
     eps: float,
     norm: str,
-    how: RowLaunch = LAUNCH,
+    how: RowLaunch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, new residual); without update and gate the second is `out` again and means nothing."""
     from sglang.kernels.ops.diffusion.triton.rmsnorm_scale_shift_kernels import (
@@ -144,6 +147,7 @@ def launch(
     )
 
     batch, tokens, hidden = x.shape
+    how = how or _launch_of(hidden, norm, update is not None)
     out = torch.empty_like(x)
     residual_out = out if update is None else torch.empty_like(x)
     update, gate = (x, scale) if update is None else (update, gate)
@@ -157,7 +161,11 @@ def launch(
     return out, residual_out
 
 
-def _constants(hidden: int, norm: str, how: RowLaunch = LAUNCH) -> dict[str, Any]:
+def _launch_of(hidden: int, norm: str, residual: bool) -> RowLaunch:
+    return LAUNCH_AHEAD if norm == "aten" and not residual and hidden <= MAX_AHEAD else LAUNCH
+
+
+def _constants(hidden: int, norm: str, how: RowLaunch) -> dict[str, Any]:
     """Layout of the repeated kernel, and the launch's warps, as many as its threads at most."""
     aten = norm == "aten"
     threads = ATEN_THREADS if aten else FLASHINFER_THREADS[hidden]
@@ -298,7 +306,10 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str
         kind = "*bf16" if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
         signature[name] = "constexpr" if name.isupper() else kind
     cases = [(norm, residual) for norm in NORMS for residual in (False, True)]
-    layouts = [(_constants(4096, norm), residual) for norm, residual in cases]
+    layouts = [
+        (_constants(4096, norm, _launch_of(4096, norm, residual)), residual)
+        for norm, residual in cases
+    ]
     return [
         (
             rmsnorm_scale_shift_kernel,
