@@ -22,7 +22,7 @@ from sglang.kernels.ops.diffusion.triton.rmsnorm_scale_shift_bitexact import (
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
-register_cuda_ci(est_time=50, stage="base-b-kernel-unit", runner_config="1-gpu-large")
+register_cuda_ci(est_time=80, stage="base-b-kernel-unit", runner_config="1-gpu-large")
 
 EPS = 1e-6
 BF16 = torch.bfloat16

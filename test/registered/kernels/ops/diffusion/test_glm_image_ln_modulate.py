@@ -19,7 +19,7 @@ from sglang.kernels.ops.diffusion.triton.layernorm_modulate import (
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
-register_cuda_ci(est_time=60, stage="base-b-kernel-unit", runner_config="1-gpu-large")
+register_cuda_ci(est_time=90, stage="base-b-kernel-unit", runner_config="1-gpu-large")
 
 BF16, FP16 = HALF_DTYPES
 EPS = 1e-5  # GLM-Image's; FLUX.1's is 1e-6

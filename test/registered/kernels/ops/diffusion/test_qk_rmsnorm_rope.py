@@ -27,7 +27,7 @@ from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rope import (
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
-register_cuda_ci(est_time=50, stage="base-b-kernel-unit", runner_config="1-gpu-large")
+register_cuda_ci(est_time=120, stage="base-b-kernel-unit", runner_config="1-gpu-large")
 
 EPS = 1e-6
 

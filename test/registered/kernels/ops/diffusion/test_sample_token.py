@@ -16,7 +16,7 @@ from sglang.kernels.ops.diffusion.triton.sample_token import (
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
-register_cuda_ci(est_time=60, stage="base-b-kernel-unit", runner_config="1-gpu-large")
+register_cuda_ci(est_time=110, stage="base-b-kernel-unit", runner_config="1-gpu-large")
 
 BF16 = torch.bfloat16
 NAMES = ("logits", "noise", "wide", "tokens", "token", "step", "slot")
