@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,11 @@ def bench_rows(path: Path) -> Iterator[BenchRow]:
         yield from module.rows()
 
 
-def run_all(files: list[Path]) -> tuple[list[BenchRow], list[str]]:
-    """The rows of every file, and the names of those that raised."""
+def run_all(
+    files: list[Path], save: Callable[[list[BenchRow]], None]
+) -> tuple[list[BenchRow], list[str]]:
+    """The rows of every file, and the names of those that raised; what there is so far is saved
+    after each."""
     rows, failed = [], []
     for path in files:
         print(f"{path.stem} …", file=sys.stderr, flush=True)
@@ -72,6 +75,7 @@ def run_all(files: list[Path]) -> tuple[list[BenchRow], list[str]]:
         except Exception:  # reported below and by the exit code; the other benches still run
             traceback.print_exc()
             failed.append(path.stem)
+        save(rows)
         torch.cuda.empty_cache()
     return rows, failed
 
@@ -109,10 +113,14 @@ def main() -> int:
         skip_compile()
     if arguments.json:
         package_commit()  # fail before the measurements, not after them
-    rows, failed = run_all(bench_files(arguments.filter))
+
+    def save(rows: list[BenchRow]) -> None:
+        if arguments.json:
+            content = {"rows": [json_row(row) for row in rows]}
+            write_result_file(arguments.json, content, num_gpus=1)
+
+    rows, failed = run_all(bench_files(arguments.filter), save)
     print_rows(rows)
-    if arguments.json:
-        write_result_file(arguments.json, {"rows": [json_row(row) for row in rows]}, num_gpus=1)
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
