@@ -70,3 +70,22 @@ def test_the_tables_of_the_document_are_printed():
     lines = scaling_model.table().splitlines() + scaling_model.throughput_table().splitlines()
     assert len(lines) == 2 * (2 + 3 * 4)
     assert any("ulysses8" in line for line in lines) and any("8 x 1" in line for line in lines)
+
+
+def test_parts_of_rows_and_heads_are_compared_with_the_whole():
+    import row_split
+    import torch
+    from row_split import split_attention, split_linear
+
+    from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
+
+    cpu = torch.device("cpu")
+    rows = [*split_linear("tiny", (64, 32, 48), True, cpu)]
+    rows += split_attention("tiny", (10, 8, 16), cpu, AttentionBackend("math"))
+    assert [(row.op, row.ranks) for row in rows] == [
+        (op, ranks) for op in ("linear", "attention") for ranks in (2, 4, 8)
+    ]
+    for row in rows:
+        assert row.equal == (row.wrong_ppm == 0) == (row.largest_error == 0)
+    assert {shape for shape, _ in row_split.linears("flux1-dev")} > {(4608, 15360, 3072)}
+    assert all(len(list(row_split.linears(model))) >= 10 for model in row_split.ATTENTIONS)
