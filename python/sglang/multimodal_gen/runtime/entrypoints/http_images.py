@@ -109,8 +109,14 @@ async def _whole(
     )
     body = await context.in_thread(images_response, data, reply, job, request.state.request_id)
     context.metrics.images.labels(job.params.output_format).inc(len(reply.images))
-    headers = {"Server-Timing": f"engine;dur={1e3 * reply.seconds:.2f}"}
+    headers = {"Server-Timing": _timing(reply.seconds, handle.queue_seconds)}
     return Response(body, headers=headers, media_type="application/json")
+
+
+def _timing(engine_s: float, queue_s: float | None) -> str:
+    """The header's value, in milliseconds."""
+    timing = f"engine;dur={1e3 * engine_s:.2f}"
+    return timing if queue_s is None else f"{timing}, queue;dur={1e3 * queue_s:.2f}"
 
 
 async def _events(

@@ -29,6 +29,8 @@ class RequestHandle:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.request = request
+        self.queue_seconds: float | None = None  # before a worker had it; None: not known
+        self._submitted = loop.time()
         self._on_stop = on_stop
         self._events: asyncio.Queue[Progress | Preview | None] = asyncio.Queue(MAX_EVENTS)
         self._future: asyncio.Future[GenerateReply] = loop.create_future()
@@ -64,6 +66,10 @@ class RequestHandle:
         after the step that it is at. Does nothing to a request that has ended."""
         if not self.ended:
             self._on_stop(self, RequestCancelled("the request was cancelled"))
+
+    def begin(self) -> None:
+        """The engine's: a worker has the request now."""
+        self.queue_seconds = asyncio.get_running_loop().time() - self._submitted
 
     def tell(self, event: Progress | Preview) -> None:
         """The engine's: hand an event to the reader."""

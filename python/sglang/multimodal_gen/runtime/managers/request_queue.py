@@ -104,6 +104,7 @@ class RequestQueue:
     def _advance(self) -> None:
         if self._running is None and self._waiting:
             self._running = self._waiting.popleft()
+            self._running.begin()
             self._send(self._running.request)
         self.idle.clear() if self._running is not None else self.idle.set()
 
