@@ -155,6 +155,8 @@ class ReplicatedEngine:
         if self._settled.is_set():
             self._restarts += max(0, running - before.states.get("running", 0))
             self._follow(running)
+            if self._status.failed and not before.failed:
+                logger.error("the restart failed, old replicas go on: %s", self._status.message)
         if running and (before.states != self._status.states or len(self._about) != running):
             await self._learn()
         if not self._settled.is_set():

@@ -1,0 +1,99 @@
+"""Throughput of two replicas, each on a core of its own, against one replica on one core.
+
+    python benchmark/bench_replicas.py --rounds 5
+
+Both servers run all the time and are asked in turns, so that what else the machine does falls on
+both. Pictures a second, the median of the rounds. Linux, at least two cores, the extra `ray`.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "test" / "registered" / "entrypoints"))
+
+from live_server import LiveServer  # noqa: E402
+from process_tree import children_of  # noqa: E402
+from results import merge_rows, print_table  # noqa: E402
+
+BODY = {"prompt": "a red apple", "size": "256x256", "num_inference_steps": 20}
+WAITING = 4  # requests at once for each replica
+
+
+def main() -> None:
+    """Measure and print; with --json also into a result file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=12, help="of each replica in a round")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    with ExitStack() as stack:
+        servers = [stack.enter_context(LiveServer("--replicas", str(n))) for n in (1, 2)]
+        for number, server in enumerate(servers, start=1):
+            pin(server.wait_ready(), number)
+        rounds = [
+            [throughput(server, n, given.requests) for n, server in enumerate(servers, 1)]
+            for _ in range(given.rounds + 1)
+        ][1:]  # the first warms up
+    rows = rows_of(rounds)
+    print_table(rows)
+    if given.json is not None:
+        merge_rows(given.json, rows, ("replicas",), num_gpus=0)
+
+
+def pin(server: LiveServer, replicas: int) -> None:
+    """Tie each worker process, with all its threads, to a core of its own."""
+    workers = children_of(server.process.pid, "ray::ServeReplica", "spawn_main")
+    assert len(workers) == replicas, f"expected {replicas} workers, found {workers}"
+    for worker, core in zip(sorted(workers), sorted(os.sched_getaffinity(0)), strict=False):
+        for thread in Path(f"/proc/{worker}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
+
+
+def throughput(server: LiveServer, replicas: int, requests: int) -> float:
+    """Pictures a second."""
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(WAITING * replicas) as pool:
+        shas = list(pool.map(lambda _: ask(server), range(requests * replicas)))
+    assert len(set(shas)) == 1, "replicas made different pictures"
+    return len(shas) / (time.perf_counter() - begin)
+
+
+def ask(server: LiveServer) -> str:
+    """The hash of a picture."""
+    request = urllib.request.Request(
+        f"{server.url}/v1/images/generations",
+        json.dumps(BODY).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return json.load(answer)["data"][0]["report"]["sha256"]
+
+
+def rows_of(rounds: list[list[float]]) -> list[dict[str, Any]]:
+    """One row for each number of replicas."""
+    ratio = statistics.median(two / one for one, two in rounds)
+    return [
+        {
+            "replicas": n,
+            "pictures_per_s": statistics.median(values),
+            "least": min(values),
+            "most": max(values),
+            "against_one": ratio if n == 2 else 1.0,
+            "load": os.getloadavg()[0],
+        }
+        for n, values in enumerate(zip(*rounds, strict=True), start=1)
+    ]
+
+
+if __name__ == "__main__":
+    main()
