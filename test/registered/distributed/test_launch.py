@@ -90,6 +90,17 @@ def test_the_error_of_a_rank_that_fails_carries_its_words(ranks):
     assert "ValueError: a weight is missing" in str(caught.value)
 
 
+def test_a_rank_that_does_not_start_ends_all_after_the_time_out():
+    ranks = RankProcesses("http.server", 1, 1.0)  # a module without a `main`: it ends
+    with pytest.raises(RankLost, match="rank 1 .* ended with status 1"):
+        ranks.answers()
+    ranks.close()
+    ranks = RankProcesses(MODULE, 1, 0.0)
+    with pytest.raises(RankLost, match="took longer than 0 s"):
+        ranks.wait_for_loss()
+    ranks.close()
+
+
 def test_silence_ends_all_after_the_time_out():
     ranks = RankProcesses(MODULE, 1, 2.0)
     try:

@@ -116,7 +116,7 @@ class Model:
 @pytest.fixture(scope="module")
 def world():
     """Four processes for all cases; while they start, the models are made."""
-    processes = RankProcesses("sglang.test.spmd_rank", RANKS, 120.0)
+    processes = RankProcesses("sglang.test.spmd_rank", RANKS, 600.0)
     yield processes
     processes.close()
 

@@ -78,7 +78,8 @@ class RankProcesses:
         self._lost: str | None = None
         self._lock = threading.Lock()
         self._failures: list[Any] = []  # answers of ranks that could not go on
-        self._deadline: float | None = None  # of the step at work
+        # of the start, then of the step at work; a load may take as long as it needs
+        self._deadline: float | None = time.monotonic() + timeout_s
         self._closing = threading.Event()
         self._ranks = [RankProcess(rank, module) for rank in range(1, count + 1)]
         threading.Thread(target=self._watch, name="sglang-ranks", daemon=True).start()
