@@ -7,6 +7,7 @@ wants (56 in the tiny checkpoint), so parity is shown there.
 """
 
 import shutil
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ class TheirEditTrace(TheirTrace):
         place = ids == self.vision.config.image_token_id
         grids = kwargs["image_grid_thw"][:-1]
         features = self.vision.get_image_features(kwargs["pixel_values"], grids).pooler_output
-        ids[place] = self.original_tokens(features)
+        ids[place] = self.vision.model.get_image_tokens(torch.cat(list(features)), grids)
         self.note(prompt_ids=ids, prior_tokens=output[0, ids.shape[1] : -1])
 
     def _transformer(self, module, args, kwargs, output):
@@ -91,14 +92,20 @@ class EditPair(Pair):
         self.reference.set_progress_bar_config(disable=True)
         self.theirs = TheirEditTrace(self.reference)
         model = self.reference.vision_language_encoder.model
-        self.theirs.original_tokens = original = model.get_image_tokens
-        channels = model.config.vq_config.latent_channels
+        if signature(model.get_image_tokens).parameters["image_grid_thw"].default is None:
+            take_one_tensor(model)
 
-        def tokens_of_one_tensor(features, grids=None):
-            apart = features if isinstance(features, list | tuple) else features.split(channels)
-            return original(list(apart), grids)
 
-        model.get_image_tokens = tokens_of_one_tensor
+def take_one_tensor(model):
+    """transformers 5.24 wants the images' features apart, where diffusers 0.42.1 joins them."""
+    original = model.get_image_tokens
+    channels = model.config.vq_config.latent_channels
+
+    def tokens_of_one_tensor(features, grids=None):
+        apart = features if isinstance(features, list | tuple) else features.split(channels)
+        return original(list(apart), grids)
+
+    model.get_image_tokens = tokens_of_one_tensor
 
 
 @pytest.fixture(scope="module")
