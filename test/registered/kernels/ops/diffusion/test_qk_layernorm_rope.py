@@ -127,11 +127,12 @@ def test_glm_shapes(batch, tokens, text, chunks):
 
 
 @pytest.mark.cuda
+# every number of tokens, batch, heads and head size, not every product of them: each compiles
 @pytest.mark.parametrize("dtype", (BF16, FP16))
-@pytest.mark.parametrize("tokens", (1, 7, 17, 300))
-@pytest.mark.parametrize("batch,count,head_dim", [(1, 24, 64), (3, 38, 128), (1, 1, 16), (2, 5, 32),
-                                                  (1, 7, 128), (1, 64, 64)])  # fmt: skip
-def test_shapes(dtype, tokens, batch, count, head_dim):
+@pytest.mark.parametrize("batch,tokens,count,head_dim", [
+    (1, 300, 24, 64), (3, 7, 38, 128), (1, 17, 1, 16), (2, 1, 5, 32), (1, 300, 7, 128),
+    (1, 1, 64, 64)])  # fmt: skip
+def test_shapes(dtype, batch, tokens, count, head_dim):
     check(*heads(batch, tokens, count, head_dim, dtype), text=tokens // 3)
 
 

@@ -174,11 +174,12 @@ def test_flux_shapes(tokens, chunks):
 
 
 @pytest.mark.cuda
+# every number of tokens, batch, heads and head size, not every product of them: each compiles
 @pytest.mark.parametrize("dtype", (BF16, FP16))
-@pytest.mark.parametrize("tokens", (1, 7, 17, 300))
-@pytest.mark.parametrize("batch,heads,head_dim", [(1, 24, 64), (2, 3, 40), (3, 38, 128), (1, 1, 8),
-                                                  (2, 5, 96), (1, 32, 16)])  # fmt: skip
-def test_shapes(dtype, tokens, batch, heads, head_dim):
+@pytest.mark.parametrize("batch,tokens,heads,head_dim", [
+    (1, 300, 24, 64), (2, 1, 3, 40), (3, 7, 38, 128), (1, 17, 1, 8), (2, 300, 5, 96),
+    (1, 1, 32, 16)])  # fmt: skip
+def test_shapes(dtype, batch, tokens, heads, head_dim):
     check(*stream(batch, tokens, heads, head_dim, dtype))
 
 
