@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 EXTRA = "pip install 'sglang-multimodal-gen[ray]'"
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 30.0  # Ray Serve gives a replica up after three failures
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 300.0
+ROUTING_PAUSE_S = 0.05  # at most, between two looks for a free replica, else small pictures wait
 ABOUT_TIMEOUT_S = 10.0
 CRASHES_OF_A_START = 3  # then the start has failed
 
@@ -89,22 +90,25 @@ class ReplicaCluster:
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = f"the Ray cluster at {joined}" if joined else "a Ray cluster on this machine"
             raise EngineUnavailable(f"cannot reach {where}: {error}") from error
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it warns of every full queue
         # This server is the only door.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
 
     def deploy(self) -> None:
         """Start the replicas; where they run already, replace them one after another. Returns at
-        once. Raises EngineUnavailable for more replicas than there are GPUs for."""
+        once. Raises EngineUnavailable, also for more replicas than there are GPUs for."""
         from ray import serve
+        from ray.exceptions import RayError
 
         deployment = serve.deployment(Replica, **self._options(self._gpus()))
         application = deployment.bind(self._args, self._request_timeout)
-        serve.run_many(
-            [serve.RunTarget(application, name=self._name, route_prefix=None)],
-            wait_for_applications_running=False,
-        )
-        self._handle = serve.get_app_handle(self._name)
+        target = serve.RunTarget(application, name=self._name, route_prefix=None)
+        try:
+            serve.run_many([target], wait_for_applications_running=False)
+            self._handle = serve.get_app_handle(self._name)
+        except RayError as error:
+            text = f"Ray Serve did not take the replicas: {_last_line(error)}"
+            raise EngineUnavailable(text) from error
 
     def status(self) -> ClusterStatus:
         """How the replicas are."""
@@ -170,11 +174,15 @@ class ReplicaCluster:
         """End the replicas, and the cluster if it is this server's own. May be called twice."""
         import ray
         from ray import serve
+        from ray.exceptions import RayError
 
         if not ray.is_initialized():
             return
-        if self._replica_args.ray_address is not None:
-            serve.delete(self._name)
+        try:
+            if self._replica_args.ray_address is not None:
+                serve.delete(self._name)
+        except RayError as error:  # the cluster went away first
+            logger.warning("Ray Serve did not end the replicas: %s", _last_line(error))
         ray.shutdown()
 
     def _own_cpus(self) -> int:
@@ -204,6 +212,7 @@ class ReplicaCluster:
         return number | {
             "ray_actor_options": {"num_cpus": replicas.replica_cpus, "num_gpus": gpus},
             "max_ongoing_requests": ONGOING,
+            "request_router_config": {"max_backoff_s": ROUTING_PAUSE_S},
             "health_check_period_s": HEALTH_PERIOD_S,
             "health_check_timeout_s": HEALTH_TIMEOUT_S,
             "graceful_shutdown_wait_loop_s": 0.2,

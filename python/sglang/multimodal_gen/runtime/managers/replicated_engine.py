@@ -194,7 +194,10 @@ class ReplicatedEngine:
         except TimeoutError:
             return
         self._wants_restart.clear()
-        await self._in_thread(self._cluster.deploy)
+        try:
+            await self._in_thread(self._cluster.deploy)
+        except EngineUnavailable as error:
+            logger.error("no restart: %s", error)
 
     def _stop(self, reason: str) -> None:
         if self._state is not EngineState.STOPPED:
