@@ -42,13 +42,18 @@ def test_cut_and_gathered_a_sequence_is_what_it_was(lengths, ranks):
             assert torch.equal(wholes[i], streams[i])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float32, 4), (torch.bfloat16, 8), (torch.bfloat16, 6), (torch.float16, 3)],
+)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_heads_meet_in_the_order_of_one_rank_and_go_back(batch, lengths, ranks, dtype):
-    """The exchange alone, with an "attention" that returns q: every element is where it was."""
-    heads, size = 12, 4
+def test_heads_meet_in_the_order_of_one_rank_and_go_back(batch, lengths, ranks, dtype, size):
+    """The exchange alone, with an "attention" that returns q: every element is where it was,
+    whether heads are made of 16-byte words or not, and whether v is a view of packed rows or not.
+    """
+    heads = 12
     q, k, v = (
         [i * 1000 + numbered(batch, length, heads, size, dtype=dtype) for length in lengths]
         for i in (1, 2, 3)
@@ -57,8 +62,9 @@ def test_heads_meet_in_the_order_of_one_rank_and_go_back(batch, lengths, ranks, 
 
     def run(axis):
         share = SequenceShare(axis, lengths, CPU)
-        local = (torch.cat([share.local(s, i) for i, s in enumerate(x)], 1) for x in (q, k, v))
-        met = share.heads(*local)
+        local = [torch.cat([share.local(s, i) for i, s in enumerate(x)], 1) for x in (q, k, v)]
+        packed = torch.cat([local[1], local[2]], dim=2)
+        met = share.heads(local[0], local[1], packed[:, :, heads:])
         for got, sent in zip(met, (q, k, v), strict=True):
             mine = torch.cat(sent, dim=1)[:, :, axis.rank * own : (axis.rank + 1) * own]
             assert torch.equal(got, mine) and got.is_contiguous()
@@ -93,6 +99,24 @@ def test_attention_over_cut_sequences_has_the_bytes_of_one_rank(lengths, ranks):
 
     for got in on_every_rank(ranks, run):
         assert torch.equal(got, expected)
+
+
+def test_any_bits_survive_the_words():
+    """Negative zeros, infinities and NaNs with payloads, as a complex number or not."""
+    bits = torch.tensor(
+        [0, 1, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x8000, 0x0080] * 6, dtype=torch.int32
+    )
+    x = bits.to(torch.int16).view(torch.bfloat16).reshape(1, 3, 2, 8)
+
+    def run(axis):
+        share = SequenceShare(axis, (6,), CPU)
+        q, _, _ = share.heads(x, x, x)
+        return q.view(torch.int16), share.tokens(q.flatten(2)).view(torch.int16)
+
+    for rank, (met, back) in enumerate(on_every_rank(2, run)):
+        expected = x.view(torch.int16)
+        assert torch.equal(met, torch.cat([expected[:, :, rank : rank + 1]] * 2, dim=1))
+        assert torch.equal(back, expected.flatten(2))
 
 
 def test_one_rank_has_the_plain_backend_and_the_same_tensors():

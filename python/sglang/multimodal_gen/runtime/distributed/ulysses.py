@@ -18,6 +18,7 @@ import torch
 
 from sglang.multimodal_gen.runtime.distributed.parallel_state import Axis
 
+WORD = torch.complex128  # only copied, never computed with
 MAX_SHARES = 32  # kept lengths; a request has one or two
 
 
@@ -73,7 +74,8 @@ class SequenceShare(WholeSequence):
         b, tokens, heads, head_size = rows[0].shape
         ranks = self.axis.size
         send = rows[0].new_empty(ranks, len(rows), b, tokens, heads // ranks, head_size)
-        torch.stack([x.unflatten(2, (ranks, -1)) for x in rows], out=send.movedim(0, 3))
+        to, *parts = _as_words(send, *rows)
+        torch.stack([x.unflatten(2, (ranks, -1)) for x in parts], out=to.movedim(0, 3))
         return send
 
     def _in_order(self, received: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -87,7 +89,8 @@ class SequenceShare(WholeSequence):
         b, ranks = x.shape[0], self.axis.size
         rows = _select(x.reshape(-1, x.shape[-1]), self._local_index(b))
         received = self.axis.all_to_all(rows.view(ranks, b, -1, x.shape[-1]))
-        return received.movedim(0, 2).flatten(2)
+        (words,) = _as_words(received)
+        return words.movedim(0, 2).flatten(2).contiguous().view(x.dtype)
 
     def _index(self, kind: str, number: int, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
         key = (kind, number)
@@ -190,9 +193,20 @@ class UlyssesAttention:
 
 
 def _select(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """rows[index] of [N, ...], as int64 words where they fit: 4x fewer elements than bf16."""
-    flat = rows.flatten(1)
-    if flat.shape[1] * flat.element_size() % 8:
-        return flat.index_select(0, index).view(-1, *rows.shape[1:])
-    words = flat.view(torch.int64).index_select(0, index)
-    return words.view(flat.dtype).view(-1, *rows.shape[1:])
+    """rows[index] of contiguous rows [N, ...]."""
+    (words,) = _as_words(rows.flatten(1))
+    return words.index_select(0, index).view(rows.dtype).view(-1, *rows.shape[1:])
+
+
+def _as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors as words of 16 bytes, where all of them are made of such: a copy that is not
+    contiguous takes one element a thread, and bf16 would move two bytes in each."""
+    if all(map(_made_of_words, tensors)):
+        return tuple(x.view(WORD) for x in tensors)
+    return tensors
+
+
+def _made_of_words(x: torch.Tensor) -> bool:
+    a_word = WORD.itemsize // x.element_size()
+    steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and not any(step % a_word for step in steps)
