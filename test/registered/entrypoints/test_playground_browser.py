@@ -112,9 +112,12 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(chromium, server):
     with opened(chromium, server.url) as page:
         page.wait_for_selector("#key-field:visible")
         assert "API key is missing or wrong" in page.locator("#error").inner_text()
-        page.locator("#key").fill("another")
-        page.locator("#key").press("Tab")
+        with page.expect_response("**/server_info") as refusal:
+            page.locator("#key").fill("another")
+            page.locator("#key").press("Tab")
+        assert refusal.value.status == 401
         page.wait_for_selector("#error:visible")
+        assert page.locator("#state").inner_text() == "invalid api key"
         enter_key(page)
         assert page.locator("#model-name").inner_text() == "bundled"
         assert page.locator("#error").is_hidden()
@@ -257,6 +260,20 @@ def test_an_answer_that_breaks_off_is_an_error(tab):
     fill(tab)
     make(tab)
     assert "broke off after 0 of 1" in tab.locator("#error").inner_text()
+
+
+def test_a_death_in_the_stream_is_told_and_the_recovery_seen(tab):
+    shape = {"message": "the worker is gone", "type": "server_error", "param": None}
+    died, restarting = ({"error": shape | {"code": code}} for code in ("worker_died", "restarting"))
+    body = f"event: error\ndata: {json.dumps(died)}\n\n"
+    tab.route(GENERATIONS, lambda route: route.fulfill(body=body))
+    tab.route("**/health", lambda route: route.fulfill(status=503, body=json.dumps(restarting)))
+    fill(tab)
+    make(tab)
+    assert tab.locator("#error").inner_text().startswith("the worker is gone")
+    tab.wait_for_selector("#state[data-state=restarting]")
+    tab.unroute("**/health")
+    tab.wait_for_selector("#state[data-state=ready]")
 
 
 def test_what_is_asked_is_never_read_as_html(tab):

@@ -4,7 +4,7 @@ import { readEvents } from "./events.js";
 
 const PREVIEWS = 3; // of a picture; what the API allows
 
-/** An error in the one shape of the API; `code` "unreachable" where there was no answer. */
+/** An error in the one shape of the API. `status` 0: none was answered, or a stream had begun. */
 export class ApiError extends Error {
   constructor({ message, code, param }, status, headers) {
     super(message);
@@ -51,7 +51,7 @@ export class Api {
       signal,
     });
     for await (const { comment, event, data } of readEvents(answer.body)) {
-      if (event === "error") throw new ApiError(data.error, answer.status, answer.headers);
+      if (event === "error") throw new ApiError(data.error, 0, answer.headers);
       const told = comment === undefined ? pictureOf(event, data) : progressOf(comment);
       if (told) yield told;
     }

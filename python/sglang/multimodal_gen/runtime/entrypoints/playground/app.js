@@ -180,7 +180,7 @@ function fail(error) {
   if (error.status === 401) byId("key-field").hidden = false;
   markWrong(error);
   byId("error").scrollIntoView({ block: "nearest" });
-  if (error.status === 503 || error.status === 0) connect();
+  if (!error.param) connect(); // it may be the server's state: show that, until it is ready
 }
 
 // The form
