@@ -55,6 +55,14 @@ class RankProcess:
             )
         self.pipe = Connection(ours.detach())
 
+    def end(self, within_s: float) -> None:
+        """Wait for the process to end by itself; then kill it."""
+        try:
+            self.process.wait(max(0.0, within_s))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
     def how_it_ended(self) -> str:
         """A sentence's end about a process that is gone."""
         code = self.process.wait()
@@ -153,11 +161,7 @@ class RankProcesses:
             parallel_state.leave()
         deadline = time.monotonic() + EXIT_TIMEOUT_S
         for rank in self._ranks:
-            try:
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                rank.process.kill()
-                rank.process.wait()
+            rank.end(deadline - time.monotonic())
         self._folder.cleanup()
 
     def _answer(self, rank: RankProcess) -> Any:
@@ -169,7 +173,7 @@ class RankProcesses:
             raise self._gone(rank) from error
 
     def _gone(self, rank: RankProcess) -> RankLost:
-        rank.process.wait()
+        rank.end(EXIT_TIMEOUT_S)  # it has closed its pipe
         self._give_up_dead()
         return self._loss()
 
