@@ -162,6 +162,19 @@ def test_json_has_one_meaning_or_none(client, content):
     error_of(client.post(GENERATIONS, content=content, headers=headers), 400)
 
 
+@pytest.mark.parametrize("content", [
+    b"{" + b",".join(b'"k%d":1' % (i // 2) for i in range(100_000, 0, -1)) + b"}",
+    b'{"prompt": "a", "seed": [' + b"1," * 900_000 + b"1]}",
+    b'{"prompt": [' + b"[]," * 600_000 + b"[]]}",
+    b'{"prompt": [' + b"{}," * 600_000 + b"{}]}",
+], ids=["keys", "numbers", "lists", "objects"])  # fmt: skip
+def test_more_values_than_a_request_can_use_are_refused_unread(client, content):
+    """Two megabytes of them: reading each, or comparing keys in pairs, would stop all others."""
+    headers = {"Content-Type": "application/json"}
+    error = error_of(client.post(GENERATIONS, content=content, headers=headers), 400)
+    assert error["param"] == "body" and "too many values" in error["message"]
+
+
 def test_other_content_types_are_refused(client):
     assert "application/json" in error_of(client.post(GENERATIONS, content=b"{}"), 415)["message"]
     error_of(client.post(GENERATIONS, data={"prompt": "a"}), 415)
@@ -307,6 +320,8 @@ BAD_FORMS = [
     ("prompt", {}, {"image": PNG, "prompt": b"a"}),
     ("n", {"prompt": "a", "n": "x"}, {"image": PNG}),
     ("n", {"prompt": "a", "n": ["1", "2"]}, {"image": PNG}),
+    ("n", {"prompt": "a", "n": "1_0"}, {"image": PNG}),
+    ("n", {"prompt": "a", "n": "\u0662"}, {"image": PNG}),
     ("strength", {"prompt": "a", "strength": "2"}, {"image": PNG}),
     ("strength", {"prompt": "a", "strength": "nan"}, {"image": PNG}),
     ("stream", {"prompt": "a", "stream": "perhaps"}, {"image": PNG}),
@@ -370,9 +385,11 @@ def test_pages_of_other_origins_are_kept_out_unless_named(client):
 def test_named_origins_are_let_in():
     with fake_server(allowed_origins=["https://good.example"]) as (client, _):
         page = {"Origin": "https://good.example"}
-        asked = {"Access-Control-Request-Method": "POST"}
-        preflight = client.options(GENERATIONS, headers=page | asked)
-        assert preflight.status_code == 200
+        # As OpenAI's client asks in a browser.
+        asked = {"Access-Control-Request-Headers": "authorization,x-stainless-lang,content-type"}
+        for method in ("POST", "DELETE"):
+            asked["Access-Control-Request-Method"] = method
+            assert client.options(GENERATIONS, headers=page | asked).status_code == 200
         answer = client.post(GENERATIONS, json={"prompt": "a"}, headers=page)
         assert answer.headers["access-control-allow-origin"] == "https://good.example"
         assert refused(client, n=0)

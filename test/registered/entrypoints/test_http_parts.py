@@ -2,30 +2,42 @@
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import errno
 import io
 import json
+import logging
 import os
+import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import uvicorn
 from fake_engine import FakeEngine, call, fake_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from uvicorn.server import ServerState
 
 from sglang.multimodal_gen.configs.http_args import HttpArgs
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
-from sglang.multimodal_gen.runtime.entrypoints import generate_command, serve_command
+from sglang.multimodal_gen.runtime.entrypoints import (
+    generate_command,
+    http_protocol,
+    serve_command,
+    server_context,
+)
 from sglang.multimodal_gen.runtime.entrypoints.cli_flags import values_of
+from sglang.multimodal_gen.runtime.entrypoints.http_protocol import HttpProtocol
 from sglang.multimodal_gen.runtime.entrypoints.image_files import OutputError, encode_image
 from sglang.multimodal_gen.runtime.entrypoints.image_store import ImageStore
 from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import Served, read_job
 from sglang.multimodal_gen.runtime.entrypoints.png_file import ROWS_A_STRIP, encode_png
+from sglang.multimodal_gen.runtime.entrypoints.serve_command import _listen
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
@@ -157,14 +169,47 @@ def test_a_full_or_lost_folder_costs_the_urls_alone(tmp_path):
         assert client.get(kept).status_code == 404
 
 
-def test_a_folder_that_fills_up_while_a_picture_is_made(tmp_path, monkeypatch):
-    def full(*args):
-        raise OutputError("pictures cannot be kept: No space left on device")
+def test_a_folder_that_fills_up_while_a_picture_is_made_loses_none(monkeypatch):
+    kept = ImageStore.keep
+
+    def full(store, data, output_format):
+        if len(store):
+            raise OutputError("pictures cannot be kept: No space left on device")
+        return kept(store, data, output_format)
 
     monkeypatch.setattr(ImageStore, "keep", full)
+    monkeypatch.setattr(server_context, "PICTURE_THREADS", 1)  # one after another
     with fake_server() as (client, _):
-        answer = client.post(GENERATIONS, json={"prompt": "a"})
-    assert answer.status_code == 507 and "No space left" in answer.json()["error"]["message"]
+        answer = client.post(GENERATIONS, json={"prompt": "a", "n": 3, "size": "64x32"})
+    first, *others = answer.json()["data"]
+    assert answer.status_code == 200 and "url" in first and len(others) == 2
+    assert ["url" in item for item in others] == [False, False]
+    for item in others:
+        image = Image.open(io.BytesIO(base64.b64decode(item["b64_json"])))
+        assert (np.asarray(image) == item["seed"]).all()
+    assert any("b64_json" in warning for warning in answer.json()["warnings"])
+
+
+def test_a_picture_that_cannot_be_read_is_no_fault_of_the_server():
+    with fake_server() as (client, _):
+        url = client.post(GENERATIONS, json={"prompt": "a"}).json()["data"][0]["url"]
+        [file] = client.app.state.context.store.folder.iterdir()
+        file.unlink()
+        file.mkdir()
+        assert client.get(url).json()["error"]["code"] == "image_store_unavailable"
+
+
+@pytest.mark.parametrize("call_name", ["pathlib.Path.write_bytes", "os.replace"])
+def test_every_failure_to_keep_is_the_same_error(tmp_path, monkeypatch, call_name):
+    store = ImageStore(str(tmp_path), 10)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(call_name, full)
+    with pytest.raises(OutputError, match="cannot be kept: No space left on device"):
+        store.keep(b"x", "png")
+    assert list(tmp_path.iterdir()) == [] and len(store) == 0
 
 
 def test_no_room_is_seen_before_work(tmp_path, monkeypatch):
@@ -257,6 +302,106 @@ def test_metrics_have_their_names_and_labels_once():
         f'sglang_request_seconds_count{{route="{GENERATIONS}",status="400"}}': 1,
     }
     assert {name: float(values[name]) for name in expected} == expected
+
+
+# connections
+
+
+@contextlib.asynccontextmanager
+async def connections(app, listener):
+    """(host, port) of `app` behind this server's protocol and sockets."""
+    config = uvicorn.Config(app, http=HttpProtocol, log_config=None, lifespan="off")
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: HttpProtocol(config, state, {}), sock=listener
+    )
+    try:
+        yield listener.getsockname()[:2]
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            connection.transport.abort()
+
+
+async def small_answers(scope, receive, send):
+    """Answers at once, or to /slow after longer than a client may be silent. Reads no body."""
+    await asyncio.sleep(0.6 if scope["path"] == "/slow" else 0)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+SILENT = {
+    "nothing": (b"", b""),
+    "unfinished headers": (b"GET / HTTP/1.1\r\nHost: a\r\nX: ", b"y"),
+    "a second request unfinished": (b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET", b"x"),
+    "a body after its answer": (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n\r\n", b"z"),
+}
+
+
+@pytest.mark.parametrize("begin,drop", SILENT.values(), ids=SILENT)
+def test_a_connection_that_asks_for_nothing_ends(monkeypatch, begin, drop):
+    monkeypatch.setattr(http_protocol, "REQUEST_WAIT_S", 0.3)
+
+    async def scenario():
+        async with connections(small_answers, _listen("127.0.0.1", 0)) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(begin)
+            while not reader.at_eof():
+                writer.write(drop)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(4096), 0.05)
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_an_answer_may_take_longer_than_a_client_may_be_silent(monkeypatch):
+    monkeypatch.setattr(http_protocol, "REQUEST_WAIT_S", 0.3)
+
+    async def scenario():
+        async with connections(small_answers, _listen("127.0.0.1", 0)) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n" * 2)
+            data = await reader.read(-1)
+            writer.close()
+            return data
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)).count(b"200 OK") == 2
+
+
+def test_bytes_that_are_no_body_after_the_answer_end_the_connection(caplog):
+    async def scenario():
+        async with connections(small_answers, _listen("127.0.0.1", 0)) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+            await reader.readuntil(b"ok")
+            writer.write(b"no chunk\r\n")
+            await reader.read(-1)
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux has it")
+def test_a_client_that_never_reads_its_answer_is_cut_off(monkeypatch):
+    monkeypatch.setattr(serve_command, "UNREAD_MS", 300)
+    cut = asyncio.Event()
+
+    async def large_answer(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(2**25), "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        cut.set()
+
+    async def scenario():
+        async with connections(large_answer, _listen("127.0.0.1", 0)) as address:
+            with socket.create_connection(address) as client:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+                await cut.wait()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 # the ends of requests

@@ -107,6 +107,16 @@ def test_generate_with_the_default_format_can_be_downloaded(server, client, pict
         assert item.report["sha256"] == hashlib.sha256(pixels.tobytes()).hexdigest()
 
 
+def test_head_is_get_without_the_body(server, client):
+    url = client.images.generate(prompt="a", extra_body=STEPS).data[0].url
+    told, whole = httpx.head(url), httpx.get(url)
+    assert told.status_code == 200 and told.content == b""
+    for name in ("content-type", "content-length"):
+        assert told.headers[name] == whole.headers[name]
+    assert httpx.head(f"{server.url}/health").status_code == 200
+    assert httpx.head(server.url + GENERATIONS).status_code == 405
+
+
 def test_base64_is_the_same_picture(client, pictures):
     answer = client.images.generate(
         prompt="a blue fish", response_format="b64_json", quality="standard", extra_body=STEPS

@@ -18,6 +18,8 @@ MAX_NAME_BYTES = 200  # leaves room for "_255" and the extension
 
 
 def _read(kind: Callable[[str], object], text: str) -> object:
+    if "_" in text or not text.isascii():
+        return text  # Python's literals, and digits of any script, are no input
     try:
         return kind(text)
     except ValueError:

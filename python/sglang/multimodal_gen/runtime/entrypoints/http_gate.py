@@ -36,7 +36,7 @@ class HttpGate:
         exchange = _Exchange(scope, send)
         try:
             self._check(exchange)
-            await self._app(scope, receive, exchange.send)
+            await self._app(exchange.scope, receive, exchange.send)
         except ApiError as error:
             await exchange.fail(error, receive)
         except ClientDisconnect:
@@ -94,18 +94,19 @@ class _Exchange:
     """One request and what has been answered so far."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
-        self.scope, self._send = scope, send
+        self._asked, self._send = scope["method"], send
+        # HEAD is GET for the routes; uvicorn, who sees the scope as it came, sends no body.
+        self.scope = {**scope, "method": "GET"} if self._asked == "HEAD" else scope
         self.headers = Headers(scope=scope)
         self.start = time.perf_counter()
         self.status = 0  # nothing answered
-        self.state: dict[str, Any] = scope.setdefault("state", {})
+        self.state: dict[str, Any] = self.scope.setdefault("state", {})
         self.state["request_id"] = secrets.token_hex(16)
 
     @property
     def method(self) -> str:
         """Of a fixed set, so that a stranger cannot fill the metrics."""
-        method = self.scope["method"]
-        return method if method in ("GET", "POST", "HEAD", "OPTIONS") else "other"
+        return self._asked if self._asked in ("GET", "POST", "HEAD", "OPTIONS") else "other"
 
     @property
     def route(self) -> str:

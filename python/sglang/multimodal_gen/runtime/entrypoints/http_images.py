@@ -24,7 +24,7 @@ T = TypeVar("T")
 router = APIRouter(prefix="/v1/images")
 open_router = APIRouter(prefix="/v1/images")  # no key is asked for
 _ANSWERS = openapi_schema.answers(
-    openapi_schema.IMAGES, 400, 401, 404, 408, 413, 415, 429, 500, 503, 504
+    openapi_schema.IMAGES, 400, 401, 404, 408, 413, 415, 429, 500, 503, 504, 507
 )
 
 
@@ -57,13 +57,13 @@ async def edits(request: Request) -> Response:
     response_class=Response,
     responses={
         200: {"description": "the file", "content": {"image/*": {}}},
-        **{k: v for k, v in openapi_schema.answers(None, 404).items() if k == 404},
+        **{k: v for k, v in openapi_schema.answers(None, 404, 507).items() if k != 200},
     },
 )
 async def content(image_id: str, request: Request) -> Response:
     """Download a kept picture. The id is the secret: no key is asked for."""
     context = context_of(request)
-    image = await context.in_thread(context.store.get, image_id)
+    image = await _store_call(context, context.store.get, image_id)
     if image is None:
         kept = f"the server keeps the newest {context.http_args.retention} pictures"
         raise ApiError(404, f"no such picture, or it is gone: {kept}", "image_not_found", "id")
@@ -103,7 +103,7 @@ async def _whole(
     base_url, store = str(request.base_url), context.store
     data = await asyncio.gather(
         *(
-            _store_call(context, image_item, image.pixels, report, job, store, base_url)
+            context.in_thread(image_item, image.pixels, report, job, store, base_url)
             for image, report in zip(reply.images, reply.reports, strict=True)
         )
     )

@@ -4,6 +4,7 @@ These functions block; run them off the event loop.
 """
 
 import base64
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from sglang.multimodal_gen.runtime.entrypoints.http_errors import to_json
-from sglang.multimodal_gen.runtime.entrypoints.image_files import encode_image
+from sglang.multimodal_gen.runtime.entrypoints.image_files import OutputError, encode_image
 from sglang.multimodal_gen.runtime.entrypoints.image_store import ImageStore
 from sglang.multimodal_gen.runtime.entrypoints.openai_protocol import ImageJob
 from sglang.multimodal_gen.runtime.managers.messages import GenerateReply, Preview
+
+logger = logging.getLogger(__name__)
 
 # OpenAI's clients expect the field; nothing here is counted in tokens.
 NO_TOKENS = {
@@ -24,6 +27,7 @@ NO_TOKENS = {
     "total_tokens": 0,
 }
 CONTENT_PATH = "/v1/images/{id}/content"
+NOT_KEPT = "the server's image folder is full or gone: what has no url is in b64_json"
 
 
 def encode(pixels: np.ndarray, job: ImageJob) -> bytes:
@@ -39,13 +43,16 @@ def image_item(
 ) -> dict[str, Any]:
     """One entry of an answer's `data`.
 
-    Raises OutputError when a picture that a url shall lead to cannot be kept.
+    A picture that a url shall lead to but that cannot be kept is in the answer itself: it is made,
+    and must not be lost.
     """
     file = encode(pixels, job)
+    item = {"b64_json": text_of(file)}
     if job.options.response_format == "url":
-        item = {"url": picture_url(base_url, store.keep(file, job.params.output_format))}
-    else:
-        item = {"b64_json": text_of(file)}
+        try:
+            item = {"url": picture_url(base_url, store.keep(file, job.params.output_format))}
+        except OutputError as error:
+            logger.error("%s", error)
     return item | _about(report)
 
 
@@ -53,7 +60,10 @@ def images_response(
     data: Sequence[dict[str, Any]], reply: GenerateReply, job: ImageJob, request_id: str
 ) -> bytes:
     """The body of an answer that is not streamed; `data` as from `image_item`, in prompt order."""
-    about = {"id": request_id, "data": data, "warnings": _warnings(job, reply.reports[0])}
+    warnings = _warnings(job, reply.reports[0])
+    if job.options.response_format == "url" and not all("url" in item for item in data):
+        warnings.append(NOT_KEPT)
+    about = {"id": request_id, "data": data, "warnings": warnings}
     return to_json(_head(job, reply.reports[0]) | about)
 
 

@@ -67,14 +67,22 @@ class ImageStore:
         """
         image_id = secrets.token_hex(ID_BYTES)
         name = image_id + EXTENSIONS[output_format]
-        os.replace(self._write_hidden(data), self.folder / name)
+        hidden = self._write_hidden(data)
+        try:
+            os.replace(hidden, self.folder / name)
+        except OSError as error:
+            self._remove(hidden)
+            raise _not_kept(error) from error
         with self._lock:
             self._names[image_id] = name
         self._evict()
         return image_id
 
     def get(self, image_id: str) -> StoredImage | None:
-        """The picture, or None for an id never handed out, evicted, or whose file is gone."""
+        """The picture, or None for an id never handed out, evicted, or whose file is gone.
+
+        Raises OutputError when the file is there and cannot be read.
+        """
         name = self._names.get(image_id)
         if name is None:
             return None
@@ -82,6 +90,8 @@ class ImageStore:
             data = (self.folder / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise OutputError(f"the picture cannot be read: {error.strerror or error}") from error
         return StoredImage(data, _MEDIA_TYPES[Path(name).suffix])
 
     def close(self) -> None:
@@ -98,7 +108,7 @@ class ImageStore:
             path.write_bytes(data)
         except OSError as error:
             self._remove(path)
-            raise OutputError(f"pictures cannot be kept: {error.strerror or error}") from error
+            raise _not_kept(error) from error
         return path
 
     def _found(self) -> list[tuple[str, str]]:
@@ -118,3 +128,7 @@ class ImageStore:
             path.unlink(missing_ok=True)
         except OSError:  # the folder went away or became read-only: nothing is left to free
             return
+
+
+def _not_kept(error: OSError) -> OutputError:
+    return OutputError(f"pictures cannot be kept: {error.strerror or error}")

@@ -12,6 +12,7 @@ from sglang.multimodal_gen.runtime.entrypoints.console import configure_logging,
 
 PROG = "sglang serve"
 BACKLOG = 2048  # connections that wait to be accepted
+UNREAD_MS = 60_000  # that an answer may lie unread before its connection is cut
 
 
 def run(words: Sequence[str]) -> int:
@@ -59,6 +60,8 @@ def _listen(host: str, port: int) -> socket.socket:
         # answer waits 40 ms for an acknowledgement.
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; its connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

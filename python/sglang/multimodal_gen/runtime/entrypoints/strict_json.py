@@ -1,4 +1,8 @@
-"""JSON of strangers: one meaning or an error. No duplicate keys, no NaN, no deep nesting."""
+"""JSON of strangers: one meaning or an error. No duplicate keys, no NaN, no deep nesting.
+
+Two megabytes of JSON can hold a million values, which would keep the event loop busy for a second:
+more than a request has a use for are refused before they are parsed.
+"""
 
 import json
 from collections.abc import Sequence
@@ -7,11 +11,15 @@ from typing import Any, NoReturn
 from sglang.multimodal_gen.configs.validation import InvalidParameter, rejected
 
 MAX_DEPTH = 8  # a request is an object of texts, numbers and lists of them
+MAX_VALUES = 2048  # some 40 fields, two of them with a value for each of 256 pictures
 BODY = "body"
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
     """The JSON object in `data`. Raises InvalidParameter("body") saying what is wrong with it."""
+    if _values_at_most(data) > MAX_VALUES:
+        text = f"has too many values; expected at most {MAX_VALUES}"
+        raise InvalidParameter(BODY, text)
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
@@ -30,12 +38,19 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return value
 
 
+def _values_at_most(data: bytes) -> int:
+    """How many values the text can have: each follows a bracket or a comma outside of texts."""
+    unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    outside = b"".join(unescaped.split(b'"', 4 * MAX_VALUES)[::2])  # a key and a text have four
+    return sum(map(outside.count, (b",", b"[", b"{")))
+
+
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidParameter(twice[:64], "given twice; expected it once")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise InvalidParameter(name[:64], "given twice; expected it once")
+        found[name] = value
     return found
 
 
