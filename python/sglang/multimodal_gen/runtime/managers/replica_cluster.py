@@ -31,6 +31,11 @@ from sglang.multimodal_gen.runtime.managers.replica import ONGOING, Replica, Rep
 logger = logging.getLogger(__name__)
 
 EXTRA = "pip install 'sglang-multimodal-gen[ray]'"
+OWN_CLUSTER = {
+    "RAY_COLOR_PREFIX": "0",  # replicas' lines in this server's log, plain and all of them
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",  # of 0.1: half the CPU time of an idle cluster
+}
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 30.0  # Ray Serve gives a replica up after three failures
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 300.0
 ROUTING_PAUSE_S = 0.05  # at most, between two looks for a free replica, else small pictures wait
@@ -154,11 +159,12 @@ class ReplicaCluster:
         outcome: GenerateReply | Exception = WorkerDied("the replica ended without an answer")
         events = self._handle.options(stream=True).generate.remote(request)
         try:
-            async for event in events:
-                if isinstance(event, Progress | Preview):
-                    tell(event)
-                else:
-                    outcome = event
+            async for several in events:
+                for event in several:
+                    if isinstance(event, Progress | Preview):
+                        tell(event)
+                    else:
+                        outcome = event
         except asyncio.CancelledError:
             events.cancel()
             raise
@@ -226,8 +232,8 @@ def require_ray() -> None:
     """Import Ray Serve, in the main thread, as its signal handlers want it. Raises
     InvalidParameter where it is not installed."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    for name in ("RAY_COLOR_PREFIX", "RAY_DEDUP_LOGS"):  # replicas' lines in this server's log
-        os.environ.setdefault(name, "0")
+    for name, value in OWN_CLUSTER.items():
+        os.environ.setdefault(name, value)
     try:
         from ray import serve  # noqa: F401
     except ImportError as error:
