@@ -5,11 +5,15 @@ import base64
 import json
 import logging
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import call, fake_server
 
-from sglang.multimodal_gen.runtime.entrypoints import http_images, request_body
+from sglang.multimodal_gen.configs.condition_image import ConditionImage
+from sglang.multimodal_gen.configs.sampling_params import SamplingParams
+from sglang.multimodal_gen.runtime.entrypoints import http_images, request_body, server_context
 from sglang.multimodal_gen.runtime.managers.engine_state import EngineState
 from sglang.multimodal_gen.runtime.managers.errors import (
     EngineFailed,
@@ -18,6 +22,7 @@ from sglang.multimodal_gen.runtime.managers.errors import (
     RequestTimedOut,
     WorkerDied,
 )
+from sglang.multimodal_gen.runtime.managers.messages import GenerateRequest
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
@@ -348,6 +353,29 @@ def test_too_many_pictures_are_refused_before_one_is_decoded(client):
     files = [("image[]", ("a.png", bomb(65535), "image/png"))] * 2
     error = error_of(client.post(EDITS, data={"prompt": "a"}, files=files), 400)
     assert "got 2 files, expected 1 to 1" in error["message"]
+
+
+def test_pictures_that_wait_are_bounded(client, monkeypatch):
+    waiting = SamplingParams(prompt="a", image=ConditionImage(2, 2, bytes(12)))
+    handle = SimpleNamespace(request=GenerateRequest("x", waiting))
+    monkeypatch.setitem(client.app.state.context.active, "x", [handle])
+    files = {"image": ("a.png", PNG, "image/png")}  # three bytes more
+    for room, status in ((15, 200), (14, 429)):
+        monkeypatch.setattr(server_context, "MAX_PICTURE_BYTES", room)
+        answer = client.post(EDITS, data={"prompt": "a"}, files=files)
+        assert answer.status_code == status
+    assert error_of(answer, 429)["code"] == "queue_full" and answer.headers["retry-after"] == "5"
+    monkeypatch.setattr(server_context, "MAX_PICTURE_BYTES", 0)
+    assert client.post(GENERATIONS, json={"prompt": "a"}).status_code == 200
+
+
+def test_uploads_that_are_decoded_delay_nothing_else(client):
+    context, gate = client.app.state.context, threading.Event()
+    busy = [context._upload_threads.submit(gate.wait, 30) for _ in range(20)]
+    answer = client.post(GENERATIONS, json={"prompt": "a"})
+    waited = [one.done() for one in busy]
+    gate.set()
+    assert answer.status_code == 200 and not any(waited)
 
 
 def test_a_model_that_cannot_edit_says_so_by_name(client, server, monkeypatch):

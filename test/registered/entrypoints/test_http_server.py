@@ -102,6 +102,7 @@ def test_generate_with_the_default_format_can_be_downloaded(server, client, pict
     files = [httpx.get(item.url).content for item in answer.data]
     assert files == [pictures["a red apple", seed] for seed in (42, 43, 44)]
     assert answer.size == "128x128" and answer.output_format == "png"
+    assert answer.usage.total_tokens == 0  # nothing is counted, but clients read it
     for file, item in zip(files, answer.data, strict=True):
         pixels = np.asarray(Image.open(io.BytesIO(file)))
         assert item.report["sha256"] == hashlib.sha256(pixels.tobytes()).hexdigest()

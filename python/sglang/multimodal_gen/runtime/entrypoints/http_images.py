@@ -48,7 +48,7 @@ async def edits(request: Request) -> Response:
     context = context_of(request)
     served = context.served
     values, images = await form_body(request)
-    job = await context.in_thread(read_job, values, served, context.http_args, images)
+    job = await context.in_upload_thread(read_job, values, served, context.http_args, images)
     return await _answer(request, context, job, "image_edit")
 
 

@@ -63,7 +63,7 @@ def images_response(
     warnings = _warnings(job, reply.reports[0])
     if job.options.response_format == "url" and not all("url" in item for item in data):
         warnings.append(NOT_KEPT)
-    about = {"id": request_id, "data": data, "warnings": warnings}
+    about = {"id": request_id, "data": data, "usage": NO_TOKENS, "warnings": warnings}
     return to_json(_head(job, reply.reports[0]) | about)
 
 

@@ -31,7 +31,10 @@ from sglang.multimodal_gen.runtime.managers.replicated_engine import ReplicatedE
 from sglang.multimodal_gen.runtime.managers.request_handle import RequestHandle
 
 T = TypeVar("T")
-PICTURE_THREADS = min(8, os.cpu_count() or 1)  # that encode and decode: memory is the limit
+PICTURE_THREADS = min(8, os.cpu_count() or 1)  # that encode and keep: memory is the limit
+UPLOAD_THREADS = 2  # that decode; apart, so that finished pictures wait for no new ones
+MAX_PICTURE_BYTES = 2**30  # of decoded pictures to edit; a small file can hold 100 MB of them
+PICTURES_RETRY_S = 5.0
 BUNDLED_NAME = "bundled"
 
 
@@ -48,6 +51,9 @@ class ServerContext:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)  # the loop keeps no reference
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(PICTURE_THREADS, "sglang-pictures")
+    )
+    _upload_threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(UPLOAD_THREADS, "sglang-uploads")
     )
 
     @property
@@ -77,11 +83,17 @@ class ServerContext:
         """Run blocking work, of a picture or the disk, beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
+    async def in_upload_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Decode what a request brought, few at a time: what waits here takes no memory yet."""
+        return await asyncio.get_running_loop().run_in_executor(self._upload_threads, work, *args)
+
     def submit(self, params: SamplingParams, request_id: str, previews: int = 0) -> RequestHandle:
         """Hand a request to the engine; until it ends, it can be cancelled by its id.
 
-        Several may run under one id. Raises ApiError 429 or 503 when the engine takes none.
+        Several may run under one id. Raises ApiError 429 or 503 when the engine takes none, 429
+        too when the pictures of waiting requests fill the memory that is set aside for them.
         """
+        self._check_room(params)
         try:
             handle = self.engine.submit(
                 params, request_id=self._engine_id(request_id), previews=previews
@@ -93,6 +105,16 @@ class ServerContext:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return handle
+
+    def _check_room(self, params: SamplingParams) -> None:
+        handles = itertools.chain.from_iterable(self.active.values())
+        held = sum(_picture_bytes(handle.request.params) for handle in handles)
+        new = _picture_bytes(params)
+        if held and new and held + new > MAX_PICTURE_BYTES:  # one alone always runs
+            text = (
+                f"pictures of {held} bytes wait to be edited; try again later or send smaller ones"
+            )
+            raise ApiError(429, text, "queue_full", retry_after=PICTURES_RETRY_S)
 
     def api_error(self, error: Exception) -> ApiError:
         """The answer to one of ENGINE_ERRORS."""
@@ -113,7 +135,8 @@ class ServerContext:
 
     def close(self) -> None:
         """Stop the threads and remove temporary pictures."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._upload_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.store.close()
 
 
@@ -142,6 +165,10 @@ def _make_engine(server_args: ServerArgs, http_args: HttpArgs, replica_args: Rep
         drain_timeout=http_args.drain_timeout,
     )
     return ReplicatedEngine(server_args, cluster, **limits)
+
+
+def _picture_bytes(params: SamplingParams) -> int:
+    return sum(len(picture.rgb) for picture in params.image or ())
 
 
 def context_of(request: Request) -> ServerContext:
