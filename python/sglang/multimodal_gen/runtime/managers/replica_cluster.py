@@ -38,7 +38,7 @@ OWN_CLUSTER = {
 }
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 30.0  # Ray Serve gives a replica up after three failures
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 300.0
-ROUTING_PAUSE_S = 0.05  # at most, between two looks for a free replica, else small pictures wait
+ROUTING_PAUSE_S = 0.25  # at most, between two looks for a free replica; each costs 1 ms of CPU
 ABOUT_TIMEOUT_S = 10.0
 CRASHES_OF_A_START = 3  # then the start has failed
 
