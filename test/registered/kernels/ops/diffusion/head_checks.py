@@ -4,7 +4,7 @@ import torch
 
 BF16, FP16 = torch.bfloat16, torch.float16
 STRIDED_VIEWS = (
-    lambda x: x.transpose(1, 2),
+    lambda x: x.transpose(1, 2)[:, :, :40],
     lambda x: x[:1].expand(3, -1, -1, -1),
     lambda x: x[:, :, :1].expand(-1, -1, 4, -1),
     lambda x: x[:, 3::7],
@@ -94,6 +94,7 @@ def rejected_heads(q, k):
         "unaligned": (shifted, shifted),
         "two layouts": (q, k.transpose(0, 1).contiguous().transpose(0, 1)),
         "two shapes": (q, k[:, 1:]),
+        "129 heads": tuple(x[:, :, :1].expand(-1, -1, 129, -1) for x in (q, k)),
         "every other channel": (q[..., ::2], k[..., ::2]),
         "channels of k apart": (q, k.repeat_interleave(2, -1)[..., ::2]),
     }

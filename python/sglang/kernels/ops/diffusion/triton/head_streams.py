@@ -9,16 +9,20 @@ from sglang.kernels.registration import wants_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 128  # one vector of 4 a lane: more would enter aten's later warps
+MAX_HEADS = 128  # a token's heads are unrolled: 300 take a minute to compile
 MAX_BATCH = 65535  # the grid's second axis
 VECTOR = 8  # elements of a 16-byte load
 
 
 def stream_fits(q: torch.Tensor, k: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """q and k share shape and strides; 16-byte loads; weights `[D]` of their dtype; no gradient."""
+    """q and k share shape and strides; 16-byte loads; at most MAX_HEADS heads; weights `[D]` of
+    their dtype; no gradient."""
     if q.dtype not in DTYPES or q.dim() != 4 or q.numel() == 0:
         return False
-    head_dim = q.shape[3]
-    if head_dim % VECTOR or head_dim > MAX_HEAD_DIM or q.shape[0] > MAX_BATCH:
+    batch, _, heads, head_dim = q.shape
+    if head_dim % VECTOR or head_dim > MAX_HEAD_DIM:
+        return False
+    if batch > MAX_BATCH or heads > MAX_HEADS:
         return False
     if k.shape != q.shape or head_strides(k) != head_strides(q):
         return False

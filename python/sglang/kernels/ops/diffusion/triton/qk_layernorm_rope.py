@@ -17,15 +17,16 @@ The tables must be what `GlmImageRotaryPosEmbed` makes: both halves of cos equal
 sin the negative of the second. The kernel reads c and s only; a predicate cannot see the rest.
 Made after torch 2.11 (sm_90, CUDA 13).
 
-Shapes: q, k `[B, S, H, D]` with D of 16, 32, 64 or 128, cos, sin `[S - text_tokens, D]`. q and k
-may be strided views with contiguous heads; outputs are contiguous and new.
+Shapes: q, k `[B, S, H, D]` with D of 16, 32, 64 or 128 and H <= 128, cos, sin
+`[S - text_tokens, D]`. q and k may be strided views with contiguous heads; outputs are contiguous
+and new.
 """
 
 from typing import Any
 
 import torch
 
-from sglang.kernels.ops.diffusion.triton.head_streams import new_heads, table_fits
+from sglang.kernels.ops.diffusion.triton.head_streams import MAX_HEADS, new_heads, table_fits
 from sglang.kernels.ops.diffusion.triton.layernorm_modulate import qk_head_layernorm_reference
 from sglang.kernels.ops.diffusion.triton.qk_rotate_half import (
     HEAD_DIMS,
@@ -86,9 +87,9 @@ def _qk_layernorm_rope(
         raise ValueError(
             f"fused_qk_layernorm_rope got {describe(q=q, k=k, cos=cos, sin=sin)}, text_tokens "
             f"{text_tokens}; expected CUDA (sm_80 or newer) tensors, 16-bit q, k [B, S, H, D] of "
-            f"one shape and stride with D one of {HEAD_DIMS}, contiguous heads and 16-byte aligned "
-            "rows, 0 <= text_tokens < S, contiguous fp32 cos, sin [S - text_tokens, D], no "
-            "gradient; ask can_use_fused_qk_layernorm_rope first and run the eager chain where it "
+            f"one shape and stride with D one of {HEAD_DIMS}, H of {MAX_HEADS} at most, contiguous "
+            "heads and 16-byte aligned rows, 0 <= text_tokens < S, contiguous fp32 cos, sin "
+            "[S - text_tokens, D], no gradient; ask can_use_fused_qk_layernorm_rope first and run the eager chain where it "
             "says no"
         )
     return launch(q, k, None, (cos, sin), text_tokens, eps)

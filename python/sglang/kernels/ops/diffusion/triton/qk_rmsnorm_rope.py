@@ -18,8 +18,9 @@ Numerical contract (x and weight are widened to fp32, everything until `round` i
   rounded in fp32, no FMA; then one rounding to the dtype.
 All roundings are to nearest even. Made after torch 2.11's `_fused_rms_norm` (sm_90, CUDA 13).
 
-Shapes: q, k `[B, S, H, D]`, cos, sin `[S, D]` of the joint sequence. Inputs may be strided views
-(of a packed q|k|v GEMM output, say) with contiguous heads; outputs are contiguous and new.
+Shapes: q, k `[B, S, H, D]` with H <= 128, cos, sin `[S, D]` of the joint sequence. Inputs may be
+strided views (of a packed q|k|v GEMM output, say) with contiguous heads; outputs are contiguous and
+new.
 """
 
 from typing import Any
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 
 from sglang.kernels.ops.diffusion.triton.head_streams import (
     MAX_HEAD_DIM,
+    MAX_HEADS,
     VECTOR,
     HeadTile,
     head_strides,
@@ -216,7 +218,8 @@ def _rejection(op: str, **tensors: torch.Tensor) -> str:
     )
     return (
         f"{op} got {got}; expected CUDA (sm_80 or newer) bf16 or fp16 q, k [B, S, H, D] of one "
-        f"shape and stride with D a multiple of {VECTOR} up to {MAX_HEAD_DIM}, contiguous heads "
+        f"shape and stride with D a multiple of {VECTOR} up to {MAX_HEAD_DIM}, H of {MAX_HEADS} "
+        "at most, contiguous heads "
         "and 16-byte aligned rows, weights [D] of the same dtype, contiguous fp32 cos, sin [S, D] "
         f"and no gradient; ask can_use_{op} first and run the eager chain where it says no"
     )

@@ -15,9 +15,9 @@ i < D / 2 and j = i + D / 2, both products and the sum are rounded to the dtype,
 bf16 arithmetic stands in for fp32 where it provably gives the same bits (`ptx.rotate_rounded`).
 Made after torch 2.11's `_fused_rms_norm` (sm_90, CUDA 13).
 
-Shapes: q, k `[B, S, H, D]` with D of 16, 32, 64 or 128, cos, sin `[S, 1, D]`, weights `[D]`. q, k
-may be strided views (of a packed q|k|v projection, say) with contiguous heads; outputs are
-contiguous and new.
+Shapes: q, k `[B, S, H, D]` with D of 16, 32, 64 or 128 and H <= 128, cos, sin `[S, 1, D]`,
+weights `[D]`. q, k may be strided views (of a packed q|k|v projection, say) with contiguous heads;
+outputs are contiguous and new.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sglang.kernels.ops.diffusion.triton.head_streams import new_heads, table_fits
+from sglang.kernels.ops.diffusion.triton.head_streams import MAX_HEADS, new_heads, table_fits
 from sglang.kernels.ops.diffusion.triton.qk_rotate_half import (
     HEAD_DIMS,
     QK,
@@ -86,8 +86,8 @@ def _qk_rmsnorm_rotate_half(
         raise ValueError(
             f"fused_qk_rmsnorm_rotate_half got {got}; expected CUDA (sm_80 or newer) tensors of "
             f"one 16-bit dtype: q, k [B, S, H, D] of one shape and stride with D one of {HEAD_DIMS}"
-            ", contiguous heads and 16-byte aligned rows, weights [D], contiguous cos, sin "
-            "[S, 1, D], no gradient; ask can_use_fused_qk_rmsnorm_rotate_half first and run the "
+            f", H of {MAX_HEADS} at most, contiguous heads and 16-byte aligned rows, weights [D], "
+            "contiguous cos, sin [S, 1, D], no gradient; ask can_use_fused_qk_rmsnorm_rotate_half first and run the "
             "eager chain where it says no"
         )
     return launch(q, k, (q_weight, k_weight), (cos, sin), 0, eps)
