@@ -89,8 +89,8 @@ def _qk_layernorm_rope(
             f"{text_tokens}; expected CUDA (sm_80 or newer) tensors, 16-bit q, k [B, S, H, D] of "
             f"one shape and stride with D one of {HEAD_DIMS}, H of {MAX_HEADS} at most, contiguous "
             "heads and 16-byte aligned rows, 0 <= text_tokens < S, contiguous fp32 cos, sin "
-            "[S - text_tokens, D], no gradient; ask can_use_fused_qk_layernorm_rope first and run the eager chain where it "
-            "says no"
+            "[S - text_tokens, D], no gradient; ask can_use_fused_qk_layernorm_rope first and run "
+            "the eager chain where it says no"
         )
     return launch(q, k, None, (cos, sin), text_tokens, eps)
 

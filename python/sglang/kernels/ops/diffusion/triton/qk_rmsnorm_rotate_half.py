@@ -87,8 +87,8 @@ def _qk_rmsnorm_rotate_half(
             f"fused_qk_rmsnorm_rotate_half got {got}; expected CUDA (sm_80 or newer) tensors of "
             f"one 16-bit dtype: q, k [B, S, H, D] of one shape and stride with D one of {HEAD_DIMS}"
             f", H of {MAX_HEADS} at most, contiguous heads and 16-byte aligned rows, weights [D], "
-            "contiguous cos, sin [S, 1, D], no gradient; ask can_use_fused_qk_rmsnorm_rotate_half first and run the "
-            "eager chain where it says no"
+            "contiguous cos, sin [S, 1, D], no gradient; ask can_use_fused_qk_rmsnorm_rotate_half "
+            "first and run the eager chain where it says no"
         )
     return launch(q, k, (q_weight, k_weight), (cos, sin), 0, eps)
 
