@@ -31,11 +31,6 @@ from sglang.multimodal_gen.runtime.managers.replica import ONGOING, Replica, Rep
 logger = logging.getLogger(__name__)
 
 EXTRA = "pip install 'sglang-multimodal-gen[ray]'"
-OWN_CLUSTER = {
-    "RAY_COLOR_PREFIX": "0",  # replicas' lines in this server's log, plain and all of them
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",  # of 0.1: half the CPU time of an idle cluster
-}
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 30.0  # Ray Serve gives a replica up after three failures
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 300.0
 ROUTING_PAUSE_S = 0.25  # at most, between two looks for a free replica; each costs 1 ms of CPU
@@ -89,7 +84,7 @@ class ReplicaCluster:
             ray.init(
                 joined or "local",
                 logging_level=logging.ERROR,
-                runtime_env={"env_vars": _environment()} if joined else None,
+                runtime_env={"env_vars": environ.given_to_replicas()} if joined else None,
                 **({} if joined else own),
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -231,20 +226,12 @@ class ReplicaCluster:
 def require_ray() -> None:
     """Import Ray Serve, in the main thread, as its signal handlers want it. Raises
     InvalidParameter where it is not installed."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    for name, value in OWN_CLUSTER.items():
-        os.environ.setdefault(name, value)
+    environ.set_for_ray()
     try:
         from ray import serve  # noqa: F401
     except ImportError as error:
         text = f"needs Ray Serve, which cannot be imported ({error}); {EXTRA}"
         raise InvalidParameter("replicas", text) from error
-
-
-def _environment() -> dict[str, str]:
-    """This package's variables for replicas on other machines; the key stays here."""
-    names = [variable.name for variable in environ.ALL if variable is not environ.API_KEY]
-    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _last_line(error: object) -> str:
