@@ -2,13 +2,14 @@
 
 Launching a forward costs the host about 50 ms on FLUX.1 whatever the picture's size; a replay costs
 it nothing. The first forward of a kind of input runs eagerly, so that every fused site forms its
-verdict; the second is captured, compared with the eager output bit for bit, and timed. A graph that
-saves nothing (large pictures keep the GPU busy anyway) is dropped.
+verdict. The second is watched: where launching took the smaller part of its time, the GPU is busy
+anyway (large pictures), and a graph has nothing to save. Else the third is captured, compared with
+the eager output bit for bit, and timed; a graph that saves nothing is dropped.
 """
 
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +27,9 @@ from sglang.multimodal_gen.runtime.layers.fused_site import observing_sites
 
 FORWARD_GRAPH = BitExactFusionGate("denoise.cuda_graph", per_signature=True)
 MAX_GRAPHS = 4  # each keeps the activations of one forward
+HOST_BOUND = 0.7  # of a forward's time spent launching: from here on a graph may save some
 WORTHWHILE = 0.97  # of the eager forward's time
+MAX_KINDS = 1024  # remembered; prompts of every length would be without end
 
 Forward = Callable[..., torch.Tensor]
 _alive: "weakref.WeakSet[ForwardGraphs]" = weakref.WeakSet()
@@ -41,13 +44,14 @@ class ForwardGraphs:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self._seen: set[Hashable] = set()
+        self._visits: Counter[Hashable] = Counter()
         self._graphs: OrderedDict[Hashable, CapturedForward | None] = OrderedDict()
         _alive.add(self)
 
     def drop(self) -> None:
-        """Free every graph; each is captured and proven anew when its kind comes again."""
+        """Free every graph; each kind is judged anew when it comes again."""
         self._graphs.clear()
+        self._visits.clear()
 
     def __call__(self, variant: Hashable, *args: Any) -> torch.Tensor:
         """`variant` tells apart what the arguments do not show, such as a mounted tier."""
@@ -55,16 +59,31 @@ class ForwardGraphs:
         if not _capturable(leaves):
             return self._forward(*args)
         kind = (variant, *map(_kind, leaves))
-        if kind not in self._seen:
-            self._seen.add(kind)
-            return self._forward(*args)
         if kind not in self._graphs:
-            return self._prove(kind, args)
+            return self._judge(kind, args)
         graph = self._graphs[kind]
         if graph is None:
             return self._forward(*args)
         self._graphs.move_to_end(kind)
         return self._run(kind, partial(graph.replay, args), args)
+
+    def _judge(self, kind: Hashable, args: tuple[Any, ...]) -> torch.Tensor:
+        if len(self._visits) >= MAX_KINDS:
+            self.drop()
+        self._visits[kind] += 1
+        if self._visits[kind] == 1:
+            return self._forward(*args)
+        return self._watch(kind, args) if self._visits[kind] == 2 else self._prove(kind, args)
+
+    def _watch(self, kind: Hashable, args: tuple[Any, ...]) -> torch.Tensor:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        output = self._forward(*args)
+        launched = time.perf_counter() - start
+        torch.cuda.synchronize()
+        if launched < HOST_BOUND * (time.perf_counter() - start):
+            self._graphs[kind] = None
+        return output
 
     def _prove(self, kind: Hashable, args: tuple[Any, ...]) -> torch.Tensor:
         captured: list[CapturedForward] = []
