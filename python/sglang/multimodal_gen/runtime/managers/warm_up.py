@@ -5,7 +5,7 @@ import torch
 from sglang.multimodal_gen.configs.model_specs import ModelSpec
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 
-STEPS = 3  # the first verifies, the second is recorded as a graph, the third replays it
+STEPS = 4  # the first verifies, the second is timed, the third becomes a graph, the fourth replays it
 PROMPT = "a red apple"
 
 
