@@ -19,7 +19,7 @@ from sglang.multimodal_gen.runtime.managers.messages import (
     RequestEnded,
 )
 from sglang.multimodal_gen.runtime.managers.previews import PreviewMaker, preview_steps
-from sglang.multimodal_gen.runtime.managers.warm_up import canary, warm_up_requests
+from sglang.multimodal_gen.runtime.managers.warm_up import STEPS, canary, warm_up_requests
 from sglang.multimodal_gen.runtime.managers.worker_loop import WorkerLoop, failure_of
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import euler_step
 from sglang.multimodal_gen.runtime.pipelines.stages.checks import NonFiniteError
@@ -98,7 +98,7 @@ def test_arrays_are_not_pickled():
 def test_the_warm_up_fits_every_model(local):
     spec = local._worker.spec
     (small,) = warm_up_requests(spec, torch.device("cpu"))
-    assert small == canary(spec) and small.num_inference_steps == 3
+    assert small == canary(spec) and small.num_inference_steps == STEPS == 4
     large = warm_up_requests(spec, torch.device("cuda", 0))
     assert [params.quality for params in large] == ["high", "lossless"]
     assert {(params.width, params.height) for params in large} == {(spec.width, spec.height)}

@@ -5,7 +5,7 @@ import torch
 from sglang.multimodal_gen.configs.model_specs import ModelSpec
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 
-STEPS = 4  # the first verifies, the second is timed, the third becomes a graph, the fourth replays it
+STEPS = 4  # the first verifies sites, the second is timed, the third captured, the fourth replayed
 PROMPT = "a red apple"
 
 
