@@ -56,13 +56,16 @@ def test_only_the_published_size_on_one_gpu_counts():
 
 
 def test_the_worst_kernel_is_named():
-    kernels = [
-        {"op": "a", "shape": [1, 4096, 64], "eager_us": 10, "fused_us": 2, "pct_copy": 85.0},
-        {"op": "b", "shape": [1, 64, 64], "eager_us": 3, "fused_us": 2, "pct_copy": 10.0},
-        {"op": "c", "shape": [2, 2304, 64], "eager_us": 9, "fused_us": 3, "pct_copy": 81.0},
+    names = ("op", "shape", "eager_us", "fused_us", "gbps", "pct_copy")
+    rows = [
+        ("a", [1, 4096, 4096], 100, 20, 3600, 85.0),
+        ("b", [1, 64, 64], 3, 2, 8, 10.0),
+        ("c", [2, 4096, 3072], 90, 30, 3350, 81.0),
+        ("d", [1, 4000, 3072], 90, 30, 1640, 40.0),  # 49 MB: a launch that short is no copy
     ]
+    kernels = [dict(zip(names, row, strict=True)) for row in rows]
     of_copy, over_eager = cells_of({"kernels": kernels}, "every fused op")
-    assert of_copy[3:5] == ["81.0 (c 2x2304x64)", "yes"]
+    assert of_copy[3:5] == ["81.0 (c 2x4096x3072)", "yes"]
     assert over_eager[3:5] == ["1.500 (b 1x64x64)", "yes"]
 
 

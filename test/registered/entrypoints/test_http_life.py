@@ -34,10 +34,18 @@ def running(server):
     return "sglang_requests_running 1.0" in httpx.get(f"{server.url}/metrics").text
 
 
+def taken(server):
+    """Requests that were accepted since the server started: ended, running or waiting."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    counted = ("sglang_requests_running", "sglang_queue_depth", "sglang_requests_total")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(counted))
+
+
 def test_a_killed_worker_is_told_within_5_s_and_started_again(server):
+    before = taken(server)
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(post, server, LONG) for _ in range(2)]  # one runs, one waits
-        wait_for(lambda: running(server), 20)
+        wait_for(lambda: running(server) and taken(server) >= before + 2, 20)
         worker = server.worker_pid()
         begin = time.monotonic()
         os.kill(worker, signal.SIGKILL)
@@ -64,10 +72,11 @@ def test_health_generate_really_makes_a_picture(server):
 def test_sigterm_finishes_what_was_accepted_and_leaves_nothing(server):
     worker = server.worker_pid()
     url = post(server, SHORT).json()["data"][0]["url"]
+    before = taken(server)
     with ThreadPoolExecutor(2) as pool:
         body = {"prompt": "a", "num_inference_steps": 30}
         answers = [pool.submit(post, server, body) for _ in range(2)]
-        wait_for(lambda: running(server), 20)
+        wait_for(lambda: taken(server) >= before + 2, 20)
         server.terminate()
         assert [answer.result(timeout=60).status_code for answer in answers] == [200, 200]
     status, output = server.ended(20)
