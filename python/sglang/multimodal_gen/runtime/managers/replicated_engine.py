@@ -10,18 +10,16 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
-from sglang.multimodal_gen.configs.model_specs import ModelSpec, known_spec
-from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
+from sglang.multimodal_gen.runtime.managers.engine import Engine
 from sglang.multimodal_gen.runtime.managers.engine_state import EngineSnapshot, EngineState
 from sglang.multimodal_gen.runtime.managers.errors import EngineUnavailable
-from sglang.multimodal_gen.runtime.managers.messages import GenerateRequest
 from sglang.multimodal_gen.runtime.managers.repeated_requests import RepeatedRequests
 from sglang.multimodal_gen.runtime.managers.replica import ReplicaInfo
 from sglang.multimodal_gen.runtime.managers.replica_cluster import ClusterStatus, ReplicaCluster
-from sglang.multimodal_gen.runtime.managers.request_handle import RequestHandle
 
 logger = logging.getLogger(__name__)
 
@@ -29,65 +27,30 @@ T = TypeVar("T")
 POLL_S, LOADING_POLL_S = 2.0, 0.5  # between two looks at the replicas; one costs some 40 ms of CPU
 
 
-class ReplicatedEngine:
+class ReplicatedEngine(Engine):
     """`cluster` is this engine's to start and to close; the rest as of `EngineClient`, with
     repeats within the request's time. Ready while one replica runs; first once all do."""
 
     def __init__(
         self, args: ServerArgs, cluster: ReplicaCluster, *, max_queue: int, request_timeout: float
     ) -> None:
-        self._spec = known_spec(args.model_path, args.load_format, args.backend)
+        requests = RepeatedRequests(cluster.ask, max_queue, request_timeout)
+        super().__init__(args, requests, "the replicas are not started yet")
         self._cluster = cluster
-        self._requests = RepeatedRequests(cluster.ask, max_queue, request_timeout)
-        self._state, self._detail = EngineState.LOADING, "the replicas are not started yet"
         self._status = ClusterStatus({}, settled=False, failed=False, message="")
         self._about: list[ReplicaInfo] = []
-        self._restarts = 0
-        self._settled, self._wants_restart = asyncio.Event(), asyncio.Event()
-        self._supervisor: asyncio.Task[None] | None = None
+        self._wants_restart = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "sglang-ray")
 
     async def start(self) -> None:
         """Start the replicas and return at once; the state says when they are ready."""
-        assert self._supervisor is None, "an engine is started once"
-        self._supervisor = asyncio.create_task(self._supervise())
+        await super().start()
         self._supervisor.add_done_callback(_tell_of_faults)
-
-    @property
-    def state(self) -> EngineState:
-        """Where the engine is in its life."""
-        return self._state
-
-    @property
-    def detail(self) -> str:
-        """The state in words, with the number of replicas."""
-        return self._detail
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The model's defaults and rules. Raises EngineUnavailable for a hub id not yet loaded."""
-        if self._spec is None:
-            raise EngineUnavailable(self._detail)
-        return self._spec
 
     @property
     def worker_pid(self) -> int | None:
         """The process id of some replica's worker, on its machine; None before the first."""
         return self._about[0].worker_pid if self._about else None
-
-    async def wait_ready(self) -> None:
-        """Return when requests are taken. Raises EngineUnavailable with the load's error."""
-        await self._settled.wait()
-        if self._state is not EngineState.READY:
-            raise EngineUnavailable(self._detail)
-
-    def submit(
-        self, params: SamplingParams, *, request_id: str, previews: int = 0
-    ) -> RequestHandle:
-        """As `EngineClient.submit`. Raises EngineUnavailable or QueueFull."""
-        if self._state is not EngineState.READY:
-            raise EngineUnavailable(self._detail)
-        return self._requests.submit(GenerateRequest(request_id, params, previews))
 
     def restart(self) -> None:
         """Replace the replicas one after another; those that run meanwhile go on answering."""
@@ -95,39 +58,10 @@ class ReplicatedEngine:
 
     def snapshot(self) -> EngineSnapshot:
         """Figures of this moment, over all replicas."""
-        requests = self._requests
-        tally = requests.tally
-        return EngineSnapshot(
-            state=self._state,
-            detail=self._detail,
-            queue_depth=requests.depth,
-            running=requests.running,
-            restarts=self._restarts,
-            device=tally.device,
-            sites=tally.sites,
-            peak_memory_mb=tally.peak_memory_mb,
-            stage_seconds=dict(tally.stage_seconds),
-            requests=dict(tally.requests),
-            replicas=dict(self._status.states),
-            repeats=requests.repeats,
-        )
+        own = {"replicas": dict(self._status.states), "repeats": self._requests.repeats}
+        return replace(super().snapshot(), **own)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, finish the accepted ones within `timeout_s`, then close."""
-        if self._state is EngineState.READY:
-            self._enter(EngineState.DRAINING, "the engine finishes its last requests")
-            try:
-                await asyncio.wait_for(self._requests.idle.wait(), timeout_s)
-            except TimeoutError:
-                logger.warning("requests were still running after %g s of draining", timeout_s)
-        await self.close()
-
-    async def close(self) -> None:
-        """End the replicas. Requests that have not ended raise WorkerDied."""
-        self._stop("the engine was closed")
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.wait([self._supervisor])
+    async def _close_workers(self) -> None:
         await self._in_thread(self._cluster.close)
 
     async def _in_thread(self, work: Callable[..., T]) -> T:
@@ -199,16 +133,6 @@ class ReplicatedEngine:
             await self._in_thread(self._cluster.deploy)
         except EngineUnavailable as error:
             logger.error("no restart: %s", error)
-
-    def _stop(self, reason: str) -> None:
-        if self._state is not EngineState.STOPPED:
-            self._enter(EngineState.STOPPED, reason)
-        self._settled.set()
-        self._requests.fail_all(f"{reason} before the request ended")
-
-    def _enter(self, state: EngineState, detail: str) -> None:
-        self._state, self._detail = state, detail
-        logger.info("engine %s: %s", state, detail)
 
 
 def _take_back_sigterm() -> None:
