@@ -1,9 +1,10 @@
 """The exchange bench on processes of the CPU, and the model that computes from its rows."""
 
 import bench_collectives
+import collective_rank
 import pytest
 import scaling_model
-from bench_collectives import Shapes
+from collective_rank import Shapes
 from scaling_model import Exchanges, step_ms
 
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -14,8 +15,8 @@ NOTHING_MEASURED = Exchanges({})
 
 
 def test_every_exchange_is_timed_by_all_ranks(monkeypatch):
-    monkeypatch.setattr(bench_collectives, "RUNS", 2)
-    monkeypatch.setattr(bench_collectives, "WARM", 58)  # the other rank makes 60 calls as well
+    monkeypatch.setattr(collective_rank, "RUNS", 2)
+    monkeypatch.setattr(collective_rank, "WARM", 58)  # the other rank makes 60 calls as well
     models = {"tiny": Shapes((3, 5), 4, 8, (1, 8, 2))}
     rows = bench_collectives.run(2, models, on_gpu=False)
     assert [(row.op, row.shape) for row in rows] == [

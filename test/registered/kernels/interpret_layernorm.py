@@ -74,20 +74,25 @@ def random_bf16(*shape):
     return (torch.randn(shape) * 3 + torch.randn(shape[:-1] + (1,))).bfloat16()
 
 
-def check_modulate(batch: int, sequence: int, hidden: int, rows: int, walk: bool = False) -> None:
-    """`walk`: two programs, each with the next rows' loads under way and scale and shift held."""
+def check_modulate(
+    batch: int, sequence: int, hidden: int, rows: int, walk: bool = False, folded: bool = False
+) -> None:
+    """`walk`: two programs, each with the next rows' loads under way and scale and shift held.
+    `folded`: one rounding, which a store to the interpreter's fp32 leaves out."""
     x = random_bf16(batch, sequence, hidden + 8)[..., :hidden]
     scale, shift = random_bf16(batch, 3 * hidden).float().chunk(3, dim=1)[:2]
     out = torch.full((batch, sequence, hidden), float("nan"))
     kernels.layernorm_modulate_kernel[(2 if walk else -(-sequence // rows), batch)](
         x.float().contiguous(), scale, shift, out, sequence, sequence * hidden // 4, hidden // 4,
         3 * hidden // 4, 3 * hidden // 4, float(EPS), hidden, rows, hidden % 512 == 0,
-        walk, walk,
+        walk, walk, folded,
     )  # fmt: skip
     values = x.float().reshape(-1, hidden).numpy()
     mean, rstd = moments(values)
     factor = rounded(1 + scale.numpy()).repeat(sequence, 0)
-    expected = modulated(rstd * (values - mean), factor, shift.numpy().repeat(sequence, 0))
+    addend = shift.numpy().repeat(sequence, 0)
+    compute = (lambda y, a, b: fma32(a, y, b)) if folded else modulated
+    expected = compute(rstd * (values - mean), factor, addend)
     assert np.array_equal(out.numpy().reshape(expected.shape), expected), (sequence, hidden, rows)
 
 
@@ -127,7 +132,7 @@ def main() -> None:
     kernels.range = scalar_range
     modulate_cases = [(1, 3, 3072, 2), (2, 3, 1024, 1), (1, 2, 64, 1), (1, 3, 516, 2),
                       (1, 2, 2240, 1), (3, 5, 512, 4), (1, 1, 4, 1), (2, 5, 516, 1, True),
-                      (1, 9, 512, 2, True)]  # fmt: skip
+                      (1, 9, 512, 2, True), (1, 3, 516, 2, False, True)]  # fmt: skip
     head_cases = [(1, 5, 3, 128), (2, 3, 3, 40), (1, 3, 2, 64)]
     for case in modulate_cases:
         check_modulate(*case)

@@ -1,14 +1,17 @@
 """``layer_norm(x) * (1 + scale) + shift`` with the rows folded into the affine: high tier only.
 
 Contract: ``out = round(((x - mean) * rstd) * round(1 + scale) + shift)``, round(.) to storage.
-    x             [1, S, D]; float16 or bfloat16; S of 256 at least (fewer rows are slower folded)
+    x             [1, S, D]; float16 or bfloat16
     scale, shift  [1, D] or [1, 1, D], of x's dtype (chunk views of a [1, 6 D] projection too)
     eps           a Python float, added to the float32 variance
     out           [1, S, D] contiguous
-Arithmetic: one aten LayerNorm, all in float32, its multiply-add contracted, rounded once at the
-end; `round(1 + scale)` keeps eager's rounding of that row. Eager rounds the normalized value and
-the product as well, so the two differ by up to ``2 u (|y| + |n (1 + scale)|)`` (u: unit roundoff,
-n: the normalized value, y: the output): about 0.05 at FLUX shapes in bfloat16.
+Arithmetic: aten's LayerNorm with weight ``1 + scale`` and bias ``shift``, bit for bit: all in
+float32, its multiply-add contracted, rounded once at the end; `round(1 + scale)` keeps eager's
+rounding of that row. Where Triton runs this is one kernel, that of `fused_layernorm_modulate` with
+its roundings left out; elsewhere it is aten's own, from MIN_ROWS rows on.
+Eager rounds the normalized value and the product as well, so the two differ by up to
+``2 u (|y| + |n (1 + scale)|)`` (u: unit roundoff, n: the normalized value, y: the output): about
+0.05 at FLUX shapes in bfloat16.
 B is 1 because an affine LayerNorm has one weight row for all samples.
 Approximates: `fused_ln_modulate_reference`.
 """
@@ -23,10 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang.kernels.ops.diffusion.quality_gate import QualityGatedFusion
+from sglang.kernels.ops.diffusion.triton.layernorm_modulate import (
+    can_use_fused_layernorm_modulate,
+    launch_modulate,
+    launch_of,
+)
 from sglang.kernels.registration import describe, register_op, wants_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
-MIN_ROWS = 256  # H200, D 3072: the fold takes 1.27x of eager's time at 1 row, 0.93x at 256
+MIN_ROWS = 1024  # of aten's fold. H200, D 3072: 1.19x eager's speed at 1024 rows, 0.94x at 512
 
 FUSED_LN_MODULATE = QualityGatedFusion(
     name="fused LN+modulate",
@@ -47,12 +55,19 @@ def can_fuse_ln_modulate(x: Tensor, scale: Tensor, shift: Tensor) -> bool:
     """Whether the fold takes these tensors: one sample, half dtype, one GPU, rows of x's width."""
     if x.dtype not in DTYPES or not x.is_cuda or x.dim() != 3:
         return False
-    if x.shape[0] != 1 or x.shape[1] < MIN_ROWS or not x.numel() or not x.is_contiguous():
+    if x.shape[0] != 1 or not x.numel() or not x.is_contiguous():
         return False
     for row in (scale, shift):
         if row.dtype != x.dtype or row.device != x.device or not _is_row(row, x.shape[-1]):
             return False
-    return not wants_gradient(x, scale, shift)
+    if wants_gradient(x, scale, shift):
+        return False
+    return x.shape[1] >= MIN_ROWS or _fits_one_kernel(x, scale, shift)
+
+
+def _fits_one_kernel(x: Tensor, scale: Tensor, shift: Tensor) -> bool:
+    rows = (row.view(1, -1) for row in (scale, shift))
+    return can_use_fused_layernorm_modulate(x, *rows)
 
 
 def _is_row(row: Tensor, width: int) -> bool:
@@ -63,11 +78,14 @@ def _fused_ln_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> T
     if not can_fuse_ln_modulate(x, scale, shift):
         raise ValueError(
             f"fused_ln_modulate got {describe(x=x, scale=scale, shift=shift)}; expected CUDA "
-            f"tensors of one half dtype, x [1, S, D] contiguous with S >= {MIN_ROWS}, scale and "
-            "shift one row of D adjoining values, and no gradient. Ask can_fuse_ln_modulate first "
-            "and run the LayerNorm and the modulate apart instead."
+            f"tensors of one half dtype, x [1, S, D] contiguous, scale and shift one row of D "
+            f"adjoining values, no gradient, and S >= {MIN_ROWS} where Triton does not take them. "
+            "Ask can_fuse_ln_modulate first and run the LayerNorm and the modulate apart instead."
         )
     width = x.shape[-1]
+    if _fits_one_kernel(x, scale, shift):
+        rows = (scale.view(1, width), shift.view(1, width))
+        return launch_modulate(x, *rows, eps, launch_of(width), folded=True)
     return F.layer_norm(x, (width,), 1 + scale.view(width), shift.view(width), eps)
 
 

@@ -29,7 +29,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 EPS = 1e-6
 MOUNT_LINE = "Mounted fused LN+modulate (affine folding) for quality=high"
 SHAPES = [(4096, 3072), (512, 3072), (4608, 3072)]
-SHAPES += [(256, 64), (257, 2240), (300, 2560), (4216, 4096), (263, 65), (256, 8192)]
+SHAPES += [(1, 64), (17, 2240), (300, 2560), (4216, 4096), (1025, 65), (7, 8192), (1025, 8196)]
 
 
 class Site(nn.Module):
@@ -132,15 +132,15 @@ def test_sites_step_aside_under_compile():
 
 def test_the_predicate_without_a_gpu():
     row = on_gpu(1, 64)
-    for x in (on_gpu(1, 256, 64), on_gpu(1, 257, 64)):
+    for x in (on_gpu(1, 1024, 64), on_gpu(1, 1025, 64)):
         assert can_fuse_ln_modulate(x, row, row) and can_fuse_ln_modulate(x, on_gpu(64), row)
-    few, none = [on_gpu(1, rows, 64) for rows in (1, 77, 255)], on_gpu(1, 0, 64)
-    for x in (*few, none, on_gpu(2, 256, 64), on_gpu(256, 64), on_gpu(1, 1, 256, 64)):
+    few, none = [on_gpu(1, rows, 64) for rows in (1, 77, 1023)], on_gpu(1, 0, 64)
+    for x in (*few, none, on_gpu(2, 1024, 64), on_gpu(1024, 64), on_gpu(1, 1, 1024, 64)):
         assert not can_fuse_ln_modulate(x, row, row), x.shape
-    assert not can_fuse_ln_modulate(on_gpu(1, 256, 64, dtype=torch.float32), row, row)
+    assert not can_fuse_ln_modulate(on_gpu(1, 1024, 64, dtype=torch.float32), row, row)
     for other in (on_gpu(2, 64), on_gpu(1, 32), on_gpu(1, 64, dtype=FP16), on_gpu()):
-        assert not can_fuse_ln_modulate(on_gpu(1, 256, 64), other, row), other.shape
-        assert not can_fuse_ln_modulate(on_gpu(1, 256, 64), row, other), other.shape
+        assert not can_fuse_ln_modulate(on_gpu(1, 1024, 64), other, row), other.shape
+        assert not can_fuse_ln_modulate(on_gpu(1, 1024, 64), row, other), other.shape
 
 
 # on a GPU
@@ -183,6 +183,18 @@ def test_close_to_exact_and_to_eager(rows, width, dtype):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("rows, width", SHAPES)
+def test_equals_aten_with_weight_and_bias(rows, width, dtype):
+    x, scale, shift = make_inputs(rows, width, dtype)
+    x[0, 0, 1] = float("nan")
+    folded = fused_ln_modulate(x, scale, shift, EPS)
+    aten = F.layer_norm(x, (width,), (1 + scale).flatten(), shift.flatten(), EPS)
+    assert torch.equal(folded.isnan(), aten.isnan())
+    assert torch.equal(folded.nan_to_num(), aten.nan_to_num())
+
+
+@pytest.mark.cuda
 def test_one_rounding_is_nearer_to_exact_than_four():
     x, scale, shift = make_inputs(512, 3072, BF16)
     y = exact(x, scale, shift)[1]
@@ -217,8 +229,9 @@ def test_a_row_of_nan_stays_in_its_row():
 
 @pytest.mark.cuda
 def test_the_predicate_at_its_boundaries():
-    x, scale, shift = make_inputs(256, 64, BF16)
+    x, scale, shift = make_inputs(1024, 64, BF16)
     assert can_fuse_ln_modulate(x, scale, shift)
+    odd, *odd_rows = make_inputs(1023, 66, BF16)
     two = torch.cat([x, x])
     rejected = {
         "two samples": (two, scale, shift),
@@ -233,7 +246,7 @@ def test_the_predicate_at_its_boundaries():
         "strides": (x.transpose(1, 2).contiguous().transpose(1, 2), scale, shift),
         "two dimensions": (x[0], scale, shift),
         "empty": (x[:, :0], scale, shift),
-        "a row too few": (x[:, 1:], scale, shift),
+        "few rows, of a width for aten alone": (odd, *odd_rows),
         "gradient": (x.clone().requires_grad_(), scale, shift),
     }
     assert [name for name, inputs in rejected.items() if can_fuse_ln_modulate(*inputs)] == []

@@ -125,17 +125,19 @@ def _token_stride(x: torch.Tensor) -> int:
     return batch_stride if x.shape[1] == 1 else token_stride
 
 
-def _launch_of(hidden: int) -> RowLaunch:
+def launch_of(hidden: int) -> RowLaunch:
+    """The launch for rows of `hidden` values."""
     return LAUNCH if hidden <= MAX_AHEAD else LAUNCH_WIDE
 
 
-def _modulate_options(hidden: int, how: RowLaunch) -> dict[str, Any]:
+def _modulate_options(hidden: int, how: RowLaunch, folded: bool) -> dict[str, Any]:
     return {
         "HIDDEN": hidden,
         "ROWS": how.rows,
         "EVEN": hidden % CHUNK == 0,
         "AHEAD": how.ahead,
         "HOLD": how.hold,
+        "FOLDED": folded,
     }
 
 
@@ -144,13 +146,15 @@ def _qk_options(heads: int, head_dim: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _modulate_kernel(device: int, dtype: torch.dtype, hidden: int, how: RowLaunch) -> Any:
+def _modulate_kernel(
+    device: int, dtype: torch.dtype, hidden: int, how: RowLaunch, folded: bool
+) -> Any:
     """The kernel compiled for the current device; launching it skips Triton's argument analysis."""
     from sglang.kernels.ops.diffusion.triton.layernorm_modulate_kernels import (
         layernorm_modulate_kernel,
     )
 
-    options = _modulate_options(hidden, how) | {"num_warps": how.warps}
+    options = _modulate_options(hidden, how, folded) | {"num_warps": how.warps}
     arguments = (*[dtype] * 4, *[VECTOR] * 5, 1e-6)
     return layernorm_modulate_kernel.warmup(*arguments, **options, grid=(1,))
 
@@ -177,21 +181,26 @@ def _layernorm_modulate(
             "last axis dense; test with can_use_fused_layernorm_modulate and run "
             "layernorm_modulate_reference otherwise"
         )
-    return launch_modulate(x, scale, shift, eps, _launch_of(x.shape[2]))
+    return launch_modulate(x, scale, shift, eps, launch_of(x.shape[2]))
 
 
 def launch_modulate(
-    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float, how: RowLaunch
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+    how: RowLaunch,
+    folded: bool = False,
 ) -> torch.Tensor:
-    """The kernel, on inputs that the predicate took."""
+    """The kernel, on inputs that the predicate took; `folded` as in `fused_ln_modulate`."""
     batch, sequence, hidden = x.shape
     out = x.new_empty(x.shape)
     strides = (*_strides(x), *_strides(scale), *_strides(shift))
     with torch.cuda.device(x.device):
-        kernel = _modulate_kernel(x.device.index, x.dtype, hidden, how)
+        kernel = _modulate_kernel(x.device.index, x.dtype, hidden, how, folded)
         kernel[(how.programs(sequence, batch, x.device), batch, 1)](
             x, scale, shift, out, sequence, *(s // VECTOR for s in strides), eps,
-            *_modulate_options(hidden, how).values(),
+            *_modulate_options(hidden, how, folded).values(),
         )  # fmt: skip
     return out
 
@@ -263,9 +272,12 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str
     modulate = [
         _aot(
             kernels.layernorm_modulate_kernel, pointer,
-            _modulate_options(hidden, _launch_of(hidden)), _launch_of(hidden).warps,
+            _modulate_options(hidden, launch_of(hidden), folded), launch_of(hidden).warps,
         )
-        for pointer, hidden in [("*bf16", 3072), ("*bf16", 4096), ("*bf16", 8192), ("*fp16", 64)]
+        for pointer, hidden, folded in [
+            ("*bf16", 3072, False), ("*bf16", 4096, False), ("*bf16", 8192, False),
+            ("*fp16", 64, False), ("*bf16", 3072, True),
+        ]
     ]  # fmt: skip
     qk = [
         _aot(kernels.qk_head_layernorm_kernel, pointer, _qk_options(heads, head_dim), QK_WARPS)

@@ -10,6 +10,7 @@ import triton.language as tl
 from sglang.kernels.ops.diffusion.triton.ptx import (
     add_rn,
     div_rn,
+    fma_rn,
     modulate,
     mul_rn,
     one_plus,
@@ -165,12 +166,13 @@ def layernorm_modulate_kernel(
     EVEN: tl.constexpr,
     AHEAD: tl.constexpr,
     HOLD: tl.constexpr,
+    FOLDED: tl.constexpr,
 ) -> None:
     """A program takes every num_programs-th block of ROWS rows of one batch entry.
 
     Grid (programs, batch). Strides are in vectors of four elements. A row stays in registers
     between the statistics and the output. Loads come before stores, which none may overtake;
-    AHEAD and HOLD as in `RowLaunch`.
+    AHEAD and HOLD as in `RowLaunch`. FOLDED rounds once, at the end, as aten's affine does.
     """
     CHUNKS: tl.constexpr = (HIDDEN + 511) // 512
     batch = tl.program_id(1).to(tl.int64)
@@ -214,7 +216,11 @@ def layernorm_modulate_kernel(
         for chunk in tl.static_range(CHUNKS):
             at = chunk * 512 + column
             value = mul_rn(rstd, sub_rn(widen(vectors[chunk]), mean))
-            out = modulate(value, one_plus(rows[chunk]), rows[CHUNKS + chunk])
+            factor, addend = one_plus(rows[chunk]), rows[CHUNKS + chunk]
+            if FOLDED:
+                out = fma_rn(widen(factor), value, widen(addend)).to(addend.dtype)
+            else:
+                out = modulate(value, factor, addend)
             mask = in_row if chunk < HIDDEN // 512 else in_row & (at < HIDDEN)
             tl.store(out_row + at, out, mask=mask)
 

@@ -95,7 +95,7 @@ def _flux_ln_modulate(
     site: "FluxModulatedLayerNorm", x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
 ) -> torch.Tensor:
     """LayerNorm and modulate, 115 sites a step: in one bit-exact kernel; else, under a mounted
-    `quality="high"`, folded into aten's affine; else LayerNorm and the modulate site."""
+    `quality="high"`, folded into the affine; else LayerNorm and the modulate site."""
     exact = can_use_fused_layernorm_modulate(x, scale, shift) and not FLUX_LN_MODULATE.disabled
     if exact:
         args = (x, scale, shift, LN_EPS)
