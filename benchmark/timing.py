@@ -1,7 +1,8 @@
 """The one timing helper: GPU time, host time, the ceilings of this machine, one bench row.
 
 GPU time is what the fused ops compete on (a denoising step keeps the GPU busy), so `time_us`
-keeps launch overhead out of it: a spin kernel holds the GPU while the host queues the work.
+keeps launch overhead out of it: a spin kernel holds the GPU while the host queues the work, and
+what two events with nothing between them show, which differs between machines, is taken off.
 L2 is cold, because in a model every op reads what another op wrote tens of MB ago.
 """
 
@@ -79,6 +80,18 @@ def time_us(fn: Thunk, *, cold_l2: bool = True, iterations: int = 200) -> float:
     for _ in range(WARM_UP):
         fn()
     spin_cycles = int(SPIN_CYCLES_PER_US * (50 + 1.5 * host_us(fn, iterations=20)))
+    return _interval_us(fn, spin_cycles, cold_l2, iterations) - _empty_interval_us(cold_l2)
+
+
+@functools.cache
+def _empty_interval_us(cold_l2: bool) -> float:
+    """Between two events that have nothing to wait for; measured once a process."""
+    return _interval_us(lambda: None, 50 * SPIN_CYCLES_PER_US, cold_l2, iterations=200)
+
+
+def _interval_us(
+    fn: Callable[[], object], spin_cycles: int, cold_l2: bool, iterations: int
+) -> float:
     flush = _flush_buffer() if cold_l2 else None
     events = [_timed_call(fn, spin_cycles, flush) for _ in range(iterations)]
     torch.cuda.synchronize()
@@ -86,7 +99,7 @@ def time_us(fn: Thunk, *, cold_l2: bool = True, iterations: int = 200) -> float:
 
 
 def _timed_call(
-    fn: Thunk, spin_cycles: int, flush: torch.Tensor | None
+    fn: Callable[[], object], spin_cycles: int, flush: torch.Tensor | None
 ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(spin_cycles)  # the host queues everything below while the GPU spins

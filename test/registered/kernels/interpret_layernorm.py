@@ -48,6 +48,10 @@ def modulated(value, factor, shift):
     return rounded(rounded(rounded(value) * factor) + shift)
 
 
+def affine(value, factor, addend):
+    return rounded(fma32(factor, value, addend))
+
+
 REPLACED = {
     "add_rn": lambda a, b: a + b,
     "sub_rn": lambda a, b: a - b,
@@ -57,6 +61,7 @@ REPLACED = {
     "fma_rn": fma32,
     "rsqrt_approx": rsqrt,
     "modulate": modulated,
+    "affine": affine,
     "one_plus": lambda scale: rounded(np.float32(1) + scale),
 }
 
@@ -78,7 +83,7 @@ def check_modulate(
     batch: int, sequence: int, hidden: int, rows: int, walk: bool = False, folded: bool = False
 ) -> None:
     """`walk`: two programs, each with the next rows' loads under way and scale and shift held.
-    `folded`: one rounding, which a store to the interpreter's fp32 leaves out."""
+    `folded`: one rounding."""
     x = random_bf16(batch, sequence, hidden + 8)[..., :hidden]
     scale, shift = random_bf16(batch, 3 * hidden).float().chunk(3, dim=1)[:2]
     out = torch.full((batch, sequence, hidden), float("nan"))
@@ -91,8 +96,7 @@ def check_modulate(
     mean, rstd = moments(values)
     factor = rounded(1 + scale.numpy()).repeat(sequence, 0)
     addend = shift.numpy().repeat(sequence, 0)
-    compute = (lambda y, a, b: fma32(a, y, b)) if folded else modulated
-    expected = compute(rstd * (values - mean), factor, addend)
+    expected = (affine if folded else modulated)(rstd * (values - mean), factor, addend)
     assert np.array_equal(out.numpy().reshape(expected.shape), expected), (sequence, hidden, rows)
 
 

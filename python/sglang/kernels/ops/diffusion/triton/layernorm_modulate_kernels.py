@@ -9,8 +9,8 @@ import triton.language as tl
 
 from sglang.kernels.ops.diffusion.triton.ptx import (
     add_rn,
+    affine,
     div_rn,
-    fma_rn,
     modulate,
     mul_rn,
     one_plus,
@@ -218,7 +218,7 @@ def layernorm_modulate_kernel(
             value = mul_rn(rstd, sub_rn(widen(vectors[chunk]), mean))
             factor, addend = one_plus(rows[chunk]), rows[CHUNKS + chunk]
             if FOLDED:
-                out = fma_rn(widen(factor), value, widen(addend)).to(addend.dtype)
+                out = affine(value, factor, addend)
             else:
                 out = modulate(value, factor, addend)
             mask = in_row if chunk < HIDDEN // 512 else in_row & (at < HIDDEN)

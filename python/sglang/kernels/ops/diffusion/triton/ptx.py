@@ -170,6 +170,32 @@ def modulate(value: tl.tensor, factor: tl.tensor, shift: tl.tensor) -> tl.tensor
 
 
 @triton.jit
+def affine(value: tl.tensor, factor: tl.tensor, addend: tl.tensor) -> tl.tensor:
+    """round(factor * value + addend), rounded once: fp32 `value`, the rest in one half dtype."""
+    dtype: tl.constexpr = factor.dtype
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 factor0, factor1, addend0, addend1;
+            shl.b32 factor0, $3, 16;
+            and.b32 factor1, $3, 0xffff0000;
+            shl.b32 addend0, $4, 16;
+            and.b32 addend1, $4, 0xffff0000;
+            fma.rn.f32 addend0, factor0, $1, addend0;
+            fma.rn.f32 addend1, factor1, $2, addend1;
+            cvt.rn.bf16x2.f32 $0, addend1, addend0;
+            }""",
+            "=r,r,r,r,r",
+            [value, factor, addend],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return fma_rn(factor.to(tl.float32), value, addend.to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def add_gated(residual: tl.tensor, gate: tl.tensor, update: tl.tensor) -> tl.tensor:
     """bf16 round(residual + round(gate * update)): see `modulate` and `rotate_rounded`."""
     return tl.inline_asm_elementwise(
