@@ -33,4 +33,4 @@ gallery: $(VENV)/.demo  ## the contact sheet of the README
 	$(BIN)/python tools/bundled_model/gallery.py --output docs/gallery.png
 
 results: $(VENV)/.demo  ## rewrite the result tables of the documents from benchmark/results
-	$(BIN)/python benchmark/print_results.py --write README.md docs/performance.md
+	$(BIN)/python benchmark/print_results.py --write README.md docs/performance.md docs/scaling.md

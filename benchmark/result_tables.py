@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import scaling_model
 from tables import drift_table, family_table, markdown, number
 from targets import target_table
 
@@ -53,6 +54,44 @@ def drift(folder: Path) -> Iterator[str]:
     if rows:
         command = f"{denoise_command(rows)} --drift"
         yield f"{_title(content, 'Drift of the latents', command)}\n\n{drift_table(rows)}"
+
+
+def several(folder: Path) -> Iterator[str]:
+    """Steps on several GPUs beside one, of every folder like h200-x2: a table a number of GPUs."""
+    for other in sorted(folder.parent.glob(f"{folder.name}-x*")):
+        content = read(other, "denoise")
+        if content is not None:
+            yield _render_several(content)
+
+
+def _render_several(content: Content) -> str:
+    rows = by_model(content["rows"])
+    cells = [
+        (
+            row["model"],
+            row["arm"],
+            row["layout"],
+            f"{row['ms_per_step']:.1f}",
+            number(row["speedup_vs_one_gpu"], 2, "x"),
+            _against_one_gpu(row),
+            _gib(row),
+        )
+        for row in rows
+    ]
+    columns = ("model", "arm", "layout", "ms/step", "speedup", "latents vs one GPU", "peak GiB")
+    gpus = content["header"]["num_gpus"]
+    command = f"{denoise_command(rows)} --num-gpus {gpus}"
+    return f"{_title(content, f'{gpus} GPUs', command)}\n\n{markdown(columns, cells)}"
+
+
+def scaling(folder: Path) -> Iterator[str]:
+    """Latency computed for more GPUs, beside what was measured."""
+    yield scaling_model.table()
+
+
+def throughput(folder: Path) -> Iterator[str]:
+    """Pictures a minute of replicas, computed."""
+    yield scaling_model.throughput_table()
 
 
 def quality(folder: Path) -> Iterator[str]:
@@ -206,6 +245,12 @@ def _against_diffusers(row: Row) -> str:
     return "equal" if row["equal_to_diffusers"] else f"{row['psnr_vs_diffusers_db']:.1f} dB"
 
 
+def _against_one_gpu(row: Row) -> str:
+    if row["equal_to_one_gpu"] is None:
+        return ""
+    return "equal" if row["equal_to_one_gpu"] else f"{row['psnr_vs_one_gpu_db']:.1f} dB"
+
+
 def _prior(row: Row) -> str:
     if row.get("ar_s") is None:
         return ""
@@ -243,4 +288,7 @@ BLOCKS: dict[str, Callable[[Path], Iterator[str]]] = {
     "families": families,
     "quality": quality,
     "drift": drift,
+    "several": several,
+    "scaling": scaling,
+    "throughput": throughput,
 }
