@@ -63,6 +63,19 @@ def png_header(width, height, depth=8, colour=2):
     return b"\x89PNG\r\n\x1a\n" + body
 
 
+def tiff_pages(count, tags):
+    """A TIFF of 1x1 pages that all have `tags` (number, value)."""
+    page = struct.pack("<H", len(tags))
+    page += b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    ends = (16 + (len(page) + 4) * (i + 1) for i in range(count))
+    links = [struct.pack("<I", end) for end in ends]
+    first = struct.pack("<2sHI8x", b"II", 42, 16)
+    return first + b"".join(page + link for link in links) + b"\0" * 6
+
+
+# width, height, bits, black is zero, offset, bytes
+PAGE = [(256, 1), (257, 1), (258, 8), (262, 1), (273, 8), (279, 1)]
+
 # What is taken
 
 
@@ -157,11 +170,13 @@ REFUSED = {
     "no pixels": (Image.new("RGB", (0, 4)), "got a picture of 0x4"),
     "a gif that moves": (
         encoded(ANIMATED[0], "GIF", save_all=True, append_images=ANIMATED[1:]),
-        "an animated GIF of 2 frames, expected a still picture",
+        "an animated GIF, expected a still picture",
     ),
     "a png that moves": (
         encoded(ANIMATED[0], save_all=True, append_images=ANIMATED[1:]), "an animated PNG"
     ),
+    "a tiff of many pages": (tiff_pages(30_000, PAGE), "an animated TIFF"),
+    "a tiff with an empty second page": (tiff_pages(1, PAGE), "corrupt or cut short"),
     "floats": (Image.new("F", (4, 4)), "got 'F', expected 8 or 16 bits"),
     "32 bits": (Image.new("I", (4, 4)), "got 'I', expected 8 or 16 bits"),
     "a missing file": ("no/such.png", "can be read .No such file.*; check the path"),
@@ -203,7 +218,8 @@ def test_a_place_in_the_list_is_named():
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Truncated File")
 def test_every_cut_of_a_file_is_a_picture_or_refused():
-    for data in (encoded(ramp()), encoded(ramp(), "WEBP"), encoded(ramp(), "TIFF")):
+    moving = encoded(ANIMATED[0], "GIF", save_all=True, append_images=ANIMATED[1:])
+    for data in (encoded(ramp()), encoded(ramp(), "WEBP"), encoded(ramp(), "TIFF"), moving):
         for end in range(len(data)):
             try:
                 assert decode_image("image", data[:end]).width == 6

@@ -123,9 +123,7 @@ def _convert(name: str, image: "Image") -> ConditionImage:
     from PIL import ImageOps
 
     _check_size(name, image.size)
-    if getattr(image, "is_animated", False) and image.format != "MPO":  # photos with a depth map
-        what = f"an animated {image.format} of {image.n_frames} frames"
-        raise InvalidParameter(name, f"got {what}, expected a still picture; save one frame of it")
+    _check_still(name, image)
     if image.mode not in (*WITH_ALPHA, *OPAQUE, *SIXTEEN_BITS):
         expected = "8 or 16 bits of grey, colour, CMYK or a palette"
         raise rejected(name, image.mode, expected, "convert the picture to RGB")
@@ -135,6 +133,22 @@ def _convert(name: str, image: "Image") -> ConditionImage:
     except Exception as error:  # as above
         raise _corrupt(name, error) from error
     return ConditionImage(*plain.size, plain.tobytes())
+
+
+def _check_still(name: str, image: "Image") -> None:
+    """Looks for a second frame only: PIL takes minutes to count those of a file of some MB."""
+    if image.format == "MPO":  # photos with a depth map
+        return
+    try:
+        shown = image.tell()
+        image.seek(1)
+        image.seek(shown)
+    except EOFError:
+        return
+    except Exception as error:  # as above
+        raise _corrupt(name, error) from error
+    what = f"an animated {image.format}"
+    raise InvalidParameter(name, f"got {what}, expected a still picture; save one frame of it")
 
 
 def _to_rgb(image: "Image") -> "Image":
