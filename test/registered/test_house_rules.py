@@ -12,7 +12,7 @@ register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "python").rglob("*.py"))
-MAX_LINES, MEDIAN_LINES = 500, 120
+MAX_LINES, MEDIAN_LINES, MAX_PIPELINE_LINES = 500, 120, 80
 OPS = ROOT / "python" / "sglang" / "kernels" / "ops" / "diffusion"
 # op module -> the test that covers it, where the name is not the stem
 TEST_OF = {
@@ -35,6 +35,12 @@ def test_no_file_is_longer_than_the_limit():
         if "work" not in path.parts
     }
     assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}
+
+
+@pytest.mark.parametrize("model", ["base", "flux", "ernie_image", "glm_image"])
+def test_a_pipeline_is_read_at_a_glance(model):
+    path = ROOT / "python/sglang/multimodal_gen/runtime/pipelines" / f"{model}.py"
+    assert len(path.read_text().splitlines()) <= MAX_PIPELINE_LINES
 
 
 def test_the_median_source_file_fits_a_screen_or_two():

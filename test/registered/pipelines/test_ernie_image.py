@@ -18,7 +18,7 @@ from sglang.multimodal_gen.configs.sampling_params import ImageRequest
 from sglang.multimodal_gen.configs.validation import InvalidParameter
 from sglang.multimodal_gen.runtime.loader.weights import CheckpointError
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import FlowMatchEulerConfig
-from sglang.multimodal_gen.runtime.pipelines import ernie_image
+from sglang.multimodal_gen.runtime.pipelines import loading
 from sglang.multimodal_gen.runtime.pipelines.stages import prompt_enhancement
 from sglang.multimodal_gen.runtime.pipelines.stages.mistral_text_encoding import (
     MistralTextEncodingStage,
@@ -213,7 +213,7 @@ def test_a_missing_tensor_is_refused_by_name(folders, tmp_path, component, name)
 
 
 def test_the_enhancer_and_the_encoder_wait_each_for_its_own_stage(folders, plain, monkeypatch):
-    monkeypatch.setattr(ernie_image, "offloads_text_encoders", lambda args, loader: True)
+    monkeypatch.setattr(loading, "offloads_text_encoders", lambda args, loader: True)
     with DiffGenerator.from_pretrained(folders[True], device="cpu") as generator:
         enhancement, text = generator._worker.pipeline.stages[:2]
         assert generator._worker.pipeline.offloaded == {

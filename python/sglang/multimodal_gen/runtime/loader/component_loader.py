@@ -95,10 +95,15 @@ class ComponentLoader:
         )
 
     def tokenizer(
-        self, name: str, cls: type, dummy_tokenizer: Any, files: Sequence[str] = TOKENIZER_FILES
+        self,
+        name: str,
+        cls: type,
+        dummy_tokenizer: Any,
+        files: Sequence[str] = TOKENIZER_FILES,
+        positions: int | None = None,
     ) -> Any:
         """A tokenizer or processor; `dummy_tokenizer` stands in when weights are random. The
-        folder must have one of `files`."""
+        folder must have one of `files`; `positions` is the most tokens that its encoder takes."""
         if self.dummy:
             return dummy_tokenizer
         path = self.folder / name
@@ -108,9 +113,15 @@ class ComponentLoader:
                 f"{path}: got no tokenizer, expected one of the files {', '.join(files)}"
             )
         try:
-            return cls.from_pretrained(path, local_files_only=True)
+            tokenizer = cls.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}: cannot load {cls.__name__}: {error}") from error
+        if positions is not None and tokenizer.model_max_length > positions:
+            raise CheckpointError(
+                f"{path}: got model_max_length {tokenizer.model_max_length}, expected at most the"
+                f" text encoder's {positions} positions"
+            )
+        return tokenizer
 
     def _random(
         self, build: Callable[[], torch.nn.Module], dtype: torch.dtype, device: torch.device
