@@ -2,9 +2,12 @@
 
 import json
 import logging
+import re
+from pathlib import Path
 
 import pytest
 
+import sglang.kernels
 from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.runtime.profiling import family_of
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -12,6 +15,7 @@ from sglang.test.tiny_checkpoints import write_tiny_flux
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
+FUSED = "fused (this package)"
 PICTURE = dict(prompt="x", width=64, height=64, num_inference_steps=3)
 
 
@@ -50,7 +54,9 @@ def test_stage_times_are_logged_as_the_protocol_reads_them(generator, caplog):
     [
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_bias_TNT", "gemm"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "attention"),
-        ("residual_gate_add_row_bf16", "fused (this package)"),
+        ("residual_gate_add_row_bf16", FUSED),
+        ("void cublas gemvNSP_kernel", "gemm"),
+        ("aten::gelu", "activation"),
         ("void at::native::vectorized_elementwise_kernel<8, ...>", "elementwise"),
         ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel", "norm"),
         ("void at::native::(anonymous namespace)::CatArrayBatchedCopy", "copy and cat"),
@@ -59,3 +65,19 @@ def test_stage_times_are_logged_as_the_protocol_reads_them(generator, caplog):
 )
 def test_kernel_families(kernel, family):
     assert family_of(kernel) == family
+
+
+def kernels_of_the_package():
+    """Names in the sources: `def x_kernel(` in Triton, `X_KERNEL(x_dtype, ...)` in CUDA."""
+    (root,) = sglang.kernels.__path__
+    triton, cuda = (sorted(Path(root).rglob(f"*{end}")) for end in ("_kernels.py", ".cuh"))
+    for path in triton:
+        yield from re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+    for path in cuda:
+        yield from re.findall(r"^[A-Z_]+_KERNEL\((\w+),", path.read_text(), re.MULTILINE)
+
+
+def test_every_kernel_of_the_package_counts_as_one_of_its_own():
+    names = list(kernels_of_the_package())
+    assert {"gemv_kernel", "qk_rotate_half_kernel", "gelu_mul_bfloat16"} <= set(names)
+    assert {name: family_of(name) for name in names} == dict.fromkeys(names, FUSED)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.multimodal_gen import environ
-from sglang.multimodal_gen.configs import validation
+from sglang.multimodal_gen.configs.fields import build_from_kwargs, normalise_fields, setting
 from sglang.multimodal_gen.configs.rules import Flag, Folder, Integer, Number, Text
-from sglang.multimodal_gen.configs.validation import rejected, setting
+from sglang.multimodal_gen.configs.validation import rejected
 
 MAX_PORT = 65535
 _ORIGIN = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9.-]+)(:\d{1,5})?")
@@ -97,7 +97,7 @@ class HttpArgs:
     log_requests: bool = setting(False, Flag(), "log what requests ask, prompts included")
 
     def __post_init__(self) -> None:
-        validation.normalise_fields(self)
+        normalise_fields(self)
         if self.api_key is None and environ.API_KEY.get() is not None:
             key = self.__dataclass_fields__["api_key"].metadata["rule"]
             checked = key.check("api_key", environ.API_KEY.get())
@@ -109,4 +109,4 @@ class HttpArgs:
     @classmethod
     def from_kwargs(cls, **values: Any) -> "HttpArgs":
         """Settings from keywords; an unknown one is an error that names the nearest valid one."""
-        return validation.build_from_kwargs(cls, values)
+        return build_from_kwargs(cls, values)

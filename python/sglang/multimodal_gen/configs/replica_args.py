@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.multimodal_gen.configs import validation
+from sglang.multimodal_gen.configs.fields import build_from_kwargs, normalise_fields, setting
 from sglang.multimodal_gen.configs.rules import Integer, Text
-from sglang.multimodal_gen.configs.validation import rejected, setting
+from sglang.multimodal_gen.configs.validation import rejected
 
 MAX_REPLICAS = 1024
 _ADDRESS = re.compile(r"auto|(\[[0-9a-fA-F:]+\]|[A-Za-z0-9.-]+):\d{1,5}")
@@ -43,7 +43,7 @@ class ReplicaArgs:
     )
 
     def __post_init__(self) -> None:
-        validation.normalise_fields(self)
+        normalise_fields(self)
         if self.most < self.least:
             expected = f"at least replicas={self.least}"
             raise rejected("max_replicas", self.max_replicas, expected)
@@ -51,7 +51,7 @@ class ReplicaArgs:
     @classmethod
     def from_kwargs(cls, **values: Any) -> "ReplicaArgs":
         """Settings from keywords; an unknown one is an error that names the nearest valid one."""
-        return validation.build_from_kwargs(cls, values)
+        return build_from_kwargs(cls, values)
 
     @property
     def wanted(self) -> bool:

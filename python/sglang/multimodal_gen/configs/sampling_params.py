@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from sglang.multimodal_gen.configs import validation
 from sglang.multimodal_gen.configs.condition_image import ConditionImage, ConditionImages
+from sglang.multimodal_gen.configs.fields import build_from_kwargs, normalise_fields, setting
 from sglang.multimodal_gen.configs.rules import (
     Choice,
     FileName,
@@ -16,7 +16,7 @@ from sglang.multimodal_gen.configs.rules import (
     Number,
     Text,
 )
-from sglang.multimodal_gen.configs.validation import InvalidParameter, rejected, setting
+from sglang.multimodal_gen.configs.validation import InvalidParameter, rejected
 
 if TYPE_CHECKING:
     from sglang.multimodal_gen.configs.model_specs import ModelSpec
@@ -120,7 +120,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        validation.normalise_fields(self)
+        normalise_fields(self)
         self._check_area()
         self._check_image_count()
         self._check_seeds()
@@ -135,7 +135,7 @@ class SamplingParams:
     @classmethod
     def from_kwargs(cls, **values: Any) -> "SamplingParams":
         """A request from keywords; an unknown one is an error that names the nearest valid one."""
-        return validation.build_from_kwargs(cls, values)
+        return build_from_kwargs(cls, values)
 
     @property
     def prompts(self) -> tuple[str, ...]:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.multimodal_gen.configs import validation
+from sglang.multimodal_gen.configs.fields import build_from_kwargs, normalise_fields, setting
 from sglang.multimodal_gen.configs.model_specs import local_model_folder
 from sglang.multimodal_gen.configs.rules import Choice, Flag, Folder, Integer
-from sglang.multimodal_gen.configs.validation import InvalidParameter, rejected, setting
+from sglang.multimodal_gen.configs.validation import InvalidParameter, rejected
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 _PRECISION = Choice(PRECISIONS, optional=True)
@@ -65,7 +65,7 @@ class ServerArgs:
     )
 
     def __post_init__(self) -> None:
-        validation.normalise_fields(self)
+        normalise_fields(self)
         if self.load_format == "dummy":
             local_model_folder(self.model_path, self.load_format)
         self._check_conflicts()
@@ -73,7 +73,7 @@ class ServerArgs:
     @classmethod
     def from_kwargs(cls, **values: Any) -> "ServerArgs":
         """Settings from keywords; an unknown one is an error that names the nearest valid one."""
-        return validation.build_from_kwargs(cls, values)
+        return build_from_kwargs(cls, values)
 
     @property
     def offload_text_encoder(self) -> bool:

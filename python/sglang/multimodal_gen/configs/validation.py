@@ -1,10 +1,8 @@
 """Errors for values that a user gave, and the helpers that word them."""
 
-import dataclasses
 import difflib
 import reprlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 _MAX_SHOWN = 80
 _MAX_SHOWN_BITS = 256
@@ -74,21 +72,3 @@ def check_known_keys(keys: Iterable[str], known: Iterable[str], what: str = "par
     for key in keys:
         if key not in names:
             raise InvalidParameter(key[:64], f"unknown {what}; {suggestion(key, names)}")
-
-
-def normalise_fields(instance: Any) -> None:
-    """Check each field of a frozen dataclass by its own rule; store what the rule returns."""
-    for field in dataclasses.fields(instance):
-        value = field.metadata["rule"].check(field.name, getattr(instance, field.name))
-        object.__setattr__(instance, field.name, value)
-
-
-def setting(default: Any, rule: Any, help_text: str) -> Any:
-    """A dataclass field with the rule that checks it and its line in the command line's help."""
-    return dataclasses.field(default=default, metadata={"rule": rule, "help": help_text})
-
-
-def build_from_kwargs(cls: type, values: Mapping[str, object]) -> Any:
-    """`cls(**values)` where an unknown key is an InvalidParameter that names the nearest one."""
-    check_known_keys(values, [field.name for field in dataclasses.fields(cls)])
-    return cls(**values)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from sglang.multimodal_gen.configs import validation
+from sglang.multimodal_gen.configs.fields import normalise_fields, setting
 from sglang.multimodal_gen.configs.http_args import HttpArgs
 from sglang.multimodal_gen.configs.model_specs import ModelSpec
 from sglang.multimodal_gen.configs.rules import Choice, Flag, Integer, Text
@@ -18,7 +19,6 @@ from sglang.multimodal_gen.configs.validation import (
     InvalidParameter,
     check_known_keys,
     rejected,
-    setting,
 )
 from sglang.multimodal_gen.runtime.entrypoints.http_errors import ApiError
 
@@ -70,7 +70,7 @@ class ImageOptions:
     safety_identifier: str | None = setting(None, Text(512, optional=True), "accepted, not used")
 
     def __post_init__(self) -> None:
-        validation.normalise_fields(self)
+        normalise_fields(self)
         if self.partial_images and not self.stream:
             raise rejected("partial_images", self.partial_images, "0 without stream=true")
 

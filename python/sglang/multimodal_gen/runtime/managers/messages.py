@@ -64,7 +64,8 @@ class Preview:
     pixels: np.ndarray  # [height, width, 3] uint8
 
 
-EmitProgress = Callable[[Progress | Preview], None]  # a Preview only where a request asks for it
+Event = Progress | Preview  # a Preview only where a request asks for it
+EmitProgress = Callable[[Event], None]
 
 
 # Between the processes of the server, besides GenerateRequest, Progress and Preview.

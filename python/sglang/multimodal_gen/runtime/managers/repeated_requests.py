@@ -6,25 +6,18 @@ import math
 from collections.abc import Awaitable, Callable
 
 from sglang.multimodal_gen.runtime.managers.engine_state import EngineTally
-from sglang.multimodal_gen.runtime.managers.errors import (
-    EngineUnavailable,
-    QueueFull,
-    WorkerDied,
-)
+from sglang.multimodal_gen.runtime.managers.errors import EngineUnavailable, QueueFull, WorkerDied
 from sglang.multimodal_gen.runtime.managers.messages import (
+    EmitProgress,
     GenerateReply,
     GenerateRequest,
-    Preview,
-    Progress,
 )
 from sglang.multimodal_gen.runtime.managers.request_handle import RequestHandle
 from sglang.multimodal_gen.runtime.managers.request_queue import STATUS
 
 logger = logging.getLogger(__name__)
 
-Ask = Callable[
-    [GenerateRequest, Callable[[Progress | Preview], None]], Awaitable[GenerateReply | Exception]
-]
+Ask = Callable[[GenerateRequest, EmitProgress], Awaitable[GenerateReply | Exception]]
 REPEAT_S = 0.2  # before a request is asked again that no replica took
 MAX_DEATHS = 3  # of replicas that had the same request: then it is the request that kills them
 

@@ -11,16 +11,11 @@ from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.managers.engine_client import EngineClient
 from sglang.multimodal_gen.runtime.managers.engine_state import EngineState
 from sglang.multimodal_gen.runtime.managers.errors import ENGINE_ERRORS, EngineUnavailable
-from sglang.multimodal_gen.runtime.managers.messages import (
-    GenerateReply,
-    GenerateRequest,
-    Preview,
-    Progress,
-)
+from sglang.multimodal_gen.runtime.managers.messages import Event, GenerateReply, GenerateRequest
 
 ONGOING = 2  # requests of a replica: one at work and the next, so that it never waits for its next
 GATHER_S = 0.2  # at most that an event waits for the next one: a message costs some 3 ms of CPU
-Event = Progress | Preview | GenerateReply | Exception  # the last of a request is one of the last
+Said = Event | GenerateReply | Exception  # the last of a request is one of the last two
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Replica:
             await self._engine.close()
             raise
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Event]]:
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Said]]:
         """The events of a request, in order, and last its reply or the error that ended it.
 
         Those of quick steps come several at once. A caller who stops reading cancels the request.
@@ -62,7 +57,7 @@ class Replica:
         except ENGINE_ERRORS as error:
             yield [error]
             return
-        events: list[Event] = []
+        events: list[Said] = []
         try:
             sent = 0.0
             async for event in handle.events():

@@ -4,12 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from sglang.multimodal_gen.runtime.managers.errors import RequestCancelled, RequestTimedOut
-from sglang.multimodal_gen.runtime.managers.messages import (
-    GenerateReply,
-    GenerateRequest,
-    Preview,
-    Progress,
-)
+from sglang.multimodal_gen.runtime.managers.messages import Event, GenerateReply, GenerateRequest
 
 MAX_EVENTS = 4096  # kept for a caller who does not read them; then the oldest go
 
@@ -32,7 +27,7 @@ class RequestHandle:
         self.queue_seconds: float | None = None  # before a worker had it; None: not known
         self._submitted = loop.time()
         self._on_stop = on_stop
-        self._events: asyncio.Queue[Progress | Preview | None] = asyncio.Queue(MAX_EVENTS)
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue(MAX_EVENTS)
         self._future: asyncio.Future[GenerateReply] = loop.create_future()
         late = RequestTimedOut(f"the request did not end within {timeout_s:g} s")
         self._deadline = loop.call_later(timeout_s, on_stop, self, late)
@@ -47,7 +42,7 @@ class RequestHandle:
         """Whether `result` answers at once."""
         return self._future.done()
 
-    async def events(self) -> AsyncIterator[Progress | Preview]:
+    async def events(self) -> AsyncIterator[Event]:
         """What happens to the request, until it has ended. One reader at a time."""
         while (event := await self._events.get()) is not None:
             yield event
@@ -71,7 +66,7 @@ class RequestHandle:
         """The engine's: a worker has the request now."""
         self.queue_seconds = asyncio.get_running_loop().time() - self._submitted
 
-    def tell(self, event: Progress | Preview) -> None:
+    def tell(self, event: Event) -> None:
         """The engine's: hand an event to the reader."""
         if not self.ended:
             self._put(event)
@@ -87,7 +82,7 @@ class RequestHandle:
             self._future.set_result(outcome)
         self._put(None)
 
-    def _put(self, event: Progress | Preview | None) -> None:
+    def _put(self, event: Event | None) -> None:
         if self._events.full():
             self._events.get_nowait()
         self._events.put_nowait(event)

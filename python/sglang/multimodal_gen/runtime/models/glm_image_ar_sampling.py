@@ -15,8 +15,6 @@ _READ = {"do_sample", "temperature", "top_k", "top_p", "eos_token_id"}
 _INERT = {"pad_token_id", "bos_token_id", "max_length", "max_new_tokens", "use_cache"}
 _INERT |= {"transformers_version", "_from_model_config"}
 _NEUTRAL = {"repetition_penalty": 1.0, "typical_p": 1.0, "num_beams": 1, "num_return_sequences": 1}
-
-
 NOISE_BATCH = 16  # rows
 
 
