@@ -63,8 +63,10 @@ BAD_FIELDS = [
     ("prompt", {"prompt": None}),
     ("prompt", {"prompt": ""}),
     ("prompt", {"prompt": " \n\t"}),
+    ("prompt", {"prompt": "\u3000\u200b\0"}),
     ("prompt", {"prompt": []}),
-    ("prompt", {"prompt": ["a", " "]}),
+    ("prompt", {"prompt": ["a"]}),
+    ("prompt", {"prompt": ["a", "b"]}),
     ("prompt", {"prompt": [["a"]]}),
     ("prompt", {"prompt": 3}),
     ("prompt", {"prompt": {"a": 1}}),
@@ -148,10 +150,6 @@ BAD_BODIES = {
     "cut": b'{"prompt": "a"',
     "list": b'["a"]',
     "text": b'"a"',
-    "nan": b'{"prompt": "a", "guidance_scale": NaN}',
-    "infinity": b'{"prompt": "a", "guidance_scale": -Infinity}',
-    "huge number": b'{"prompt": "a", "guidance_scale": 1e999}',
-    "endless integer": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
     "duplicate": b'{"prompt": "a", "prompt": "b"}',
     "deep": b'{"prompt": ' + b"[" * 20 + b"]" * 20 + b"}",
     "bottomless": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -165,6 +163,18 @@ BAD_BODIES = {
 def test_json_has_one_meaning_or_none(client, content):
     headers = {"Content-Type": "application/json"}
     error_of(client.post(GENERATIONS, content=content, headers=headers), 400)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000])
+@pytest.mark.parametrize("field", [
+    "guidance_scale", "seed", "n", "size", "prompt", "use_pe", "quality", "stpes",
+])  # fmt: skip
+def test_a_number_without_bounds_is_refused_by_the_name_of_its_field(client, field, number):
+    content = b'{"prompt": "a", "%s": %s}' % (field.encode(), number.encode())
+    content = content.replace(b'"prompt": "a", "prompt"', b'"prompt"')
+    headers = {"Content-Type": "application/json"}
+    error = error_of(client.post(GENERATIONS, content=content, headers=headers), 400)
+    assert error["param"] == field
 
 
 @pytest.mark.parametrize("content", [

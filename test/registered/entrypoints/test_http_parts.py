@@ -255,12 +255,11 @@ def test_png_files_do_not_depend_on_threads_and_stay_small():
 
 def test_an_answer_holds_what_openais_clients_read():
     with fake_server() as (client, _):
-        body = {"prompt": ["a", "b"], "n": 2, "seed": 7, "size": "64x32"}
+        body = {"prompt": "a", "n": 4, "seed": 7, "size": "64x32"}
         answer = client.post(GENERATIONS, json=body)
         told = answer.json()
         pictures = [client.get(item["url"]) for item in told["data"]]
     assert [item["seed"] for item in told["data"]] == [7, 8, 9, 10]
-    assert [item["report"]["prompt"] for item in told["data"]] == ["a", "a", "b", "b"]
     assert told["size"] == "64x32" and told["output_format"] == "png"
     for seed, picture in zip((7, 8, 9, 10), pictures, strict=True):
         assert picture.headers["content-type"] == "image/png"

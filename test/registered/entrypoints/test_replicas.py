@@ -86,7 +86,7 @@ def test_either_replica_makes_the_bytes_of_the_command_line(server, tmp_path):
 MIXED = [
     {"prompt": "a red apple", "seed": 3, **SMALL},
     {"prompt": "a blue cube", "size": "128x64", "num_inference_steps": 3},
-    {"prompt": ["one", "two"], "n": 2, **SMALL, "num_inference_steps": 1},
+    {"prompt": "one", "n": 4, **SMALL, "num_inference_steps": 1},
     {"prompt": "streamed", "stream": True, "partial_images": 1, **SMALL},
     {"prompt": "refused", "size": "1x1"},
 ]

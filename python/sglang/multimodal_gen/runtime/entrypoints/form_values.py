@@ -1,6 +1,6 @@
 """Multipart forms: the texts of fields as the values that JSON would have carried, and the files.
 
-A field that several texts make sense for (prompt, seed) may come several times.
+A field that several texts make sense for (seed) may come several times.
 """
 
 from collections.abc import Iterable

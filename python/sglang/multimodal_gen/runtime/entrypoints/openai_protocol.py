@@ -5,6 +5,7 @@ class's rules. JSON null means "not given", as in OpenAI's clients.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -29,6 +30,7 @@ NOT_OVER_HTTP = (
     "output_path output_file_name save_output return_frames profile num_profiled_timesteps".split()
 )
 UPLOADED = "image"
+_INVISIBLE = ("Cc", "Cf", "Zs", "Zl", "Zp")  # Unicode's controls, marks of format, white space
 MAX_LOGGED = 500  # characters of a value in the log
 
 
@@ -173,14 +175,15 @@ def _merge_options(values: dict[str, Any], options: ImageOptions) -> dict[str, s
 
 
 def _http_rules(values: dict[str, Any]) -> dict[str, Any]:
-    """Values with OpenAI's words for quality replaced. Refuses blank prompts."""
+    """Values with OpenAI's words for quality replaced. A prompt is one text that is not blank."""
     rule = quality_rule()
     if "quality" in values:
         values = {**values, "quality": rule.check("quality", values["quality"])}
     prompt = values["prompt"]
-    for text in prompt if isinstance(prompt, list) else [prompt]:
-        if isinstance(text, str) and not text.strip():
-            raise rejected("prompt", text, "a text that says what to draw")
+    if not isinstance(prompt, str):
+        raise rejected("prompt", prompt, "one text", "send a request for each prompt")
+    if all(unicodedata.category(character) in _INVISIBLE for character in prompt):
+        raise rejected("prompt", prompt, "a text that says what to draw")
     return values
 
 

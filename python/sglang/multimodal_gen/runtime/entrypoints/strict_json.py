@@ -1,17 +1,19 @@
-"""JSON of strangers: one meaning or an error. No duplicate keys, no NaN, no deep nesting.
+"""JSON of strangers: one meaning or an error. No duplicate keys, no deep nesting.
 
 Two megabytes of JSON can hold a million values, which would keep the event loop busy for a second:
-more than a request has a use for are refused before they are parsed.
+more than a request has a use for are refused before they are parsed. NaN, infinities and endless
+integers are handed on as floats: the rule of the field they stand in refuses them by its name.
 """
 
 import json
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from sglang.multimodal_gen.configs.validation import InvalidParameter, rejected
 
 MAX_DEPTH = 8  # a request is an object of texts, numbers and lists of them
 MAX_VALUES = 2048  # some 40 fields, two of them with a value for each of 256 pictures
+MAX_DIGITS = 1000  # of an integer; the largest parameter has 19
 BODY = "body"
 
 
@@ -22,13 +24,16 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise InvalidParameter(BODY, text)
     try:
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=float,
+            parse_int=_integer,
         )
     except InvalidParameter:
         raise
     except RecursionError:
         raise _too_deep() from None
-    except ValueError as error:  # also of bytes that are not UTF-8 and of integers without an end
+    except ValueError as error:  # also of bytes that are not UTF-8
         reason = str(error).partition(" (char")[0][:120]
         raise InvalidParameter(BODY, f"is not valid JSON: {reason}") from None
     if not isinstance(value, dict):
@@ -54,8 +59,8 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_constant(word: str) -> NoReturn:
-    raise InvalidParameter(BODY, f"got {word}, which is not JSON; expected a finite number")
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def _deeper_than(value: object, levels: int) -> bool:
