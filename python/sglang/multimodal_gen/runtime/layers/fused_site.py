@@ -49,6 +49,12 @@ def run_site(
     return gate.run(partial(fused, *args), partial(reference, *args), sig=signature)
 
 
+def takes(predicate: Callable[..., bool], *args: Any, **options: Any) -> bool:
+    """`predicate(*args, **options)`, or False under torch.compile: predicates read addresses, which
+    traced tensors do not have, and every site steps aside there."""
+    return not torch.compiler.is_compiling() and predicate(*args, **options)
+
+
 @contextmanager
 def observe_sites() -> Iterator[dict[tuple[Any, ...], SiteRecord]]:
     """Collect a record of every kind of site that runs inside; keeps its first inputs alive."""

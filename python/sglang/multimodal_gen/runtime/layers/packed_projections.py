@@ -35,7 +35,8 @@ def pack_projections(root: nn.Module) -> None:
 
 def project(x: torch.Tensor, *linears: nn.Module) -> tuple[torch.Tensor, ...]:
     """`linear(x)` of each linear: x [..., K] -> [..., N] each, views of one tensor when packed."""
-    if not x.is_cuda or not all(type(linear) is nn.Linear for linear in linears):
+    plain = all(type(linear) is nn.Linear for linear in linears)
+    if torch.compiler.is_compiling() or not x.is_cuda or not plain:
         return tuple(linear(x) for linear in linears)
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears if linear.bias is not None]

@@ -37,7 +37,7 @@ from sglang.kernels.ops.diffusion.triton.rmsnorm_scale_shift_bitexact import (
     fused_scale_residual_rmsnorm_scale_shift_bitexact,
 )
 from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
-from sglang.multimodal_gen.runtime.layers.fused_site import run_site
+from sglang.multimodal_gen.runtime.layers.fused_site import run_site, takes
 from sglang.multimodal_gen.runtime.layers.layernorm import (
     ARITHMETIC_OF_BACKEND,
     RMSNorm,
@@ -283,7 +283,8 @@ def _ernie_norm_scale_shift(
 ) -> torch.Tensor:
     """norm(x) * (1 + scale) + shift. x [B, J, D], rows [B, 1, D]; one site a block."""
     args = (x, norm.weight, scale, shift)
-    usable = can_use_fused_rmsnorm_scale_shift(*args, norm=ARITHMETIC_OF_BACKEND[norm.backend])
+    arithmetic = ARITHMETIC_OF_BACKEND[norm.backend]
+    usable = takes(can_use_fused_rmsnorm_scale_shift, *args, norm=arithmetic)
     return run_site(
         ERNIE_NORM_SCALE_SHIFT,
         _fused_norm_scale_shift if usable else None,
@@ -307,7 +308,8 @@ def _ernie_gated_norm_scale_shift(
     residual, update [B, J, D], rows [B, 1, D]; one site a block. Where the one kernel does not run,
     its two halves may: each is a site of its own.
     """
-    usable = can_use_fused_rmsnorm_scale_shift(
+    usable = takes(
+        can_use_fused_rmsnorm_scale_shift,
         residual,
         norm.weight,
         scale,
@@ -332,8 +334,8 @@ def _ernie_residual_gate_add(
     residual: torch.Tensor, update: torch.Tensor, gate: torch.Tensor
 ) -> torch.Tensor:
     """residual + gate * update. [B, J, D], gate [B, 1, D]; one site a block, fp32 stays eager."""
-    usable = residual.dtype != torch.float32 and can_use_residual_gate_add_cuda(
-        residual, update, gate
+    usable = residual.dtype != torch.float32 and takes(
+        can_use_residual_gate_add_cuda, residual, update, gate
     )
     return run_site(
         ERNIE_RESIDUAL_GATE_ADD,
@@ -350,13 +352,14 @@ def _ernie_qk_norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k normalised head by head, then rotated. [B, J, H, E]; one site a block."""
     args = (q, k, norm_q.weight, norm_k.weight, *rope)
-    fused = fused_qk_rmsnorm_rotate_half if can_use_fused_qk_rmsnorm_rotate_half(*args) else None
+    usable = takes(can_use_fused_qk_rmsnorm_rotate_half, *args)
+    fused = fused_qk_rmsnorm_rotate_half if usable else None
     return run_site(ERNIE_QK_NORM_ROPE, fused, qk_rmsnorm_rotate_half_reference, *args, norm_q.eps)
 
 
 def _ernie_gelu_mul(up: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """up * gelu(gate). [B, J, F], halves of one projection or not; one site a block."""
-    fused = gelu_mul_cuda if can_use_gelu_mul_cuda(up, gate) else None
+    fused = gelu_mul_cuda if takes(can_use_gelu_mul_cuda, up, gate) else None
     return run_site(ERNIE_GELU_MUL, fused, gelu_mul_reference, up, gate)
 
 

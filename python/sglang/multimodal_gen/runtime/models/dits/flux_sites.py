@@ -44,7 +44,7 @@ from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rope import (
     joint_qk_rmsnorm_rope_reference,
     qk_rmsnorm_rope_reference,
 )
-from sglang.multimodal_gen.runtime.layers.fused_site import run_site
+from sglang.multimodal_gen.runtime.layers.fused_site import run_site, takes
 from sglang.multimodal_gen.runtime.layers.rotary import Rope
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def _flux_residual_gate_add(
     residual: torch.Tensor, update: torch.Tensor, gate: torch.Tensor
 ) -> torch.Tensor:
     """residual + gate * update. [B, L, D], gate [B, 1, D]; 114 sites a step, fp32 stays eager."""
-    usable = residual.dtype != torch.float32 and can_use_residual_gate_add_cuda(
-        residual, update, gate
+    usable = residual.dtype != torch.float32 and takes(
+        can_use_residual_gate_add_cuda, residual, update, gate
     )
     return run_site(
         FLUX_RESIDUAL_GATE_ADD,
@@ -80,7 +80,7 @@ def _flux_residual_gate_add(
 
 def _flux_modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """x * (1 + scale) + shift. x [B, L, D], rows [B, D]."""
-    usable = can_use_modulate_scale_shift_cuda(x, scale, shift)
+    usable = takes(can_use_modulate_scale_shift_cuda, x, scale, shift)
     return run_site(
         FLUX_MODULATE,
         modulate_scale_shift_cuda if usable else None,
@@ -96,8 +96,8 @@ def _flux_ln_modulate(
 ) -> torch.Tensor:
     """LayerNorm and modulate, 115 sites a step: in one bit-exact kernel; else, under a mounted
     `quality="high"`, folded into the affine; else LayerNorm and the modulate site."""
-    exact = can_use_fused_layernorm_modulate(x, scale, shift) and not FLUX_LN_MODULATE.disabled
-    if exact:
+    usable = takes(can_use_fused_layernorm_modulate, x, scale, shift)
+    if usable and not FLUX_LN_MODULATE.disabled:
         args = (x, scale, shift, LN_EPS)
         return run_site(
             FLUX_LN_MODULATE, fused_layernorm_modulate, layernorm_modulate_reference, *args
@@ -116,7 +116,7 @@ def _flux_qk_norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over each head, then rotation. q, k [B, J, H, E]; 38 sites a step."""
     args = (q, k, q_weight, k_weight, *rope)
-    fused = fused_qk_rmsnorm_rope if can_use_fused_qk_rmsnorm_rope(*args) else None
+    fused = fused_qk_rmsnorm_rope if takes(can_use_fused_qk_rmsnorm_rope, *args) else None
     return run_site(FLUX_QK_NORM_ROPE, fused, qk_rmsnorm_rope_reference, *args, LN_EPS)
 
 
@@ -134,7 +134,7 @@ def _flux_joint_qk_norm_rope(
     """The same over two streams, joined text first. [B, T|S, H, E] -> [B, J, H, E]; 19 sites."""
     weights = (txt_q_weight, txt_k_weight, img_q_weight, img_k_weight)
     args = (txt_q, txt_k, img_q, img_k, *weights, *rope)
-    usable = can_use_fused_joint_qk_rmsnorm_rope(*args)
+    usable = takes(can_use_fused_joint_qk_rmsnorm_rope, *args)
     return run_site(
         FLUX_JOINT_QK_NORM_ROPE,
         fused_joint_qk_rmsnorm_rope if usable else None,
@@ -178,6 +178,6 @@ def _project_into_one(
 
 def _flux_gelu_concat(attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
     """cat([attn, gelu(mlp)]). attn [B, J, D], mlp [B, J, M]; 38 sites a step."""
-    usable = can_use_gelu_tanh_concat_cuda(attn, mlp)
+    usable = takes(can_use_gelu_tanh_concat_cuda, attn, mlp)
     fused = gelu_tanh_concat_cuda if usable else None
     return run_site(FLUX_GELU_CONCAT, fused, gelu_tanh_concat_reference, attn, mlp)

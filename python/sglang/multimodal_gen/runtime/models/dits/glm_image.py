@@ -46,7 +46,7 @@ from sglang.kernels.ops.diffusion.triton.qk_layernorm_rope import (
 )
 from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
 from sglang.multimodal_gen.runtime.layers.condition_memory import LayerMemory, layer_memory
-from sglang.multimodal_gen.runtime.layers.fused_site import run_site
+from sglang.multimodal_gen.runtime.layers.fused_site import run_site, takes
 from sglang.multimodal_gen.runtime.layers.packed_projections import project
 from sglang.multimodal_gen.runtime.layers.rotary import Rope
 from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
@@ -407,14 +407,15 @@ class GlmLinearSilu(nn.Module):
 
 def _glm_ln_modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """LayerNorm(x) * (1 + scale) + shift. x [B, L, D], rows [B, D]; 121 sites a forward."""
-    fused = fused_layernorm_modulate if can_use_fused_layernorm_modulate(x, scale, shift) else None
+    usable = takes(can_use_fused_layernorm_modulate, x, scale, shift)
+    fused = fused_layernorm_modulate if usable else None
     args = (x, scale, shift, LN_EPS)
     return run_site(GLM_LN_MODULATE, fused, layernorm_modulate_reference, *args)
 
 
 def _glm_qk_layernorm(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """LayerNorm over each head of q and k. [B, J, H, E]. New tensors."""
-    fused = fused_qk_head_layernorm if can_use_fused_qk_head_layernorm(q, k) else None
+    fused = fused_qk_head_layernorm if takes(can_use_fused_qk_head_layernorm, q, k) else None
     return run_site(GLM_QK_LAYERNORM, fused, qk_head_layernorm_reference, q, k, LN_EPS)
 
 
@@ -425,7 +426,7 @@ def _glm_qk_norm_rope(
     forward. Where the one kernel does not run, that of the norm alone may: a site of its own.
     """
     args = (q, k, *rope, text_tokens)
-    if can_use_fused_qk_layernorm_rope(*args) and not GLM_QK_NORM_ROPE.disabled:
+    if takes(can_use_fused_qk_layernorm_rope, *args) and not GLM_QK_NORM_ROPE.disabled:
         fused, reference = fused_qk_layernorm_rope, qk_layernorm_rope_reference
         return run_site(GLM_QK_NORM_ROPE, fused, reference, *args, LN_EPS)
 
@@ -442,8 +443,8 @@ def _glm_residual_gate_add(
     residual: torch.Tensor, update: torch.Tensor, gate: torch.Tensor
 ) -> torch.Tensor:
     """residual + gate * update. [B, L, D], gate [B, 1, D]; 120 sites a forward, fp32 eager."""
-    usable = residual.dtype != torch.float32 and can_use_residual_gate_add_cuda(
-        residual, update, gate
+    usable = residual.dtype != torch.float32 and takes(
+        can_use_residual_gate_add_cuda, residual, update, gate
     )
     return run_site(
         GLM_RESIDUAL_GATE_ADD,
