@@ -37,6 +37,18 @@ def test_without_a_gpu_every_site_is_eager_and_that_is_no_failure(checkpoint, tm
     assert all(row["reason"] and not row["failed"] for row in rows)
 
 
+@pytest.mark.parametrize("command", [["verify"], ["bench", "--runs", "2"]])
+@pytest.mark.parametrize("flag", [["--json"], ["--json", "-"]])
+def test_json_without_a_file_is_all_that_is_printed(
+    checkpoint, tmp_path, monkeypatch, capsys, command, flag
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["--model-path", checkpoint, "--num-inference-steps", "1", *SMALL]
+    assert main([*command, *words, *flag]) == 0
+    assert json.loads(capsys.readouterr().out)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_sites_are_counted_for_one_step(checkpoint, tmp_path):
     table = tmp_path / "sites.json"
     main(["verify", "--model-path", checkpoint, "--json", str(table), *SMALL])

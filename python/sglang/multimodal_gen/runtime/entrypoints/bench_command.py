@@ -12,7 +12,7 @@ from sglang.multimodal_gen.runtime.entrypoints.console import configure_logging,
 from sglang.multimodal_gen.runtime.entrypoints.inspection import (
     add_json_flag,
     checked_settings,
-    write_json,
+    show_result,
 )
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ def run(words: Sequence[str]) -> int:
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         print_error(PROG, error)
         return 2 if isinstance(error, ValueError) else 1
-    _print(summary)
-    write_json(given.json, summary)
+    show_result(given.json, summary, lambda: _print(summary))
     return int(summary["distinct_sha256"] != 1)
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,20 @@ from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.runtime.entrypoints.cli_flags import FlagParser, values_of
 from sglang.multimodal_gen.runtime.entrypoints.image_files import check_output_file, write_file
 
+STDOUT = Path("-")
+
 
 def add_json_flag(parser: FlagParser, help_text: str) -> None:
-    """The flag --json FILE."""
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help=help_text)
+    """The flag --json FILE; with "-" or without a file the JSON is all that is printed."""
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        default=None,
+        const=STDOUT,
+        metavar="FILE",
+        help=f"{help_text}; without FILE: print that alone",
+    )
 
 
 def checked_settings(
@@ -25,12 +35,17 @@ def checked_settings(
     args = ServerArgs.from_kwargs(**values_of(given, ServerArgs))
     request = dict(request_defaults) | values_of(given, SamplingParams)
     SamplingParams.from_kwargs(**request)
-    if given.json is not None:
+    if given.json not in (None, STDOUT):
         check_output_file("json", given.json)
     return args, request
 
 
-def write_json(path: Path | None, content: Any) -> None:
-    """Write the file that --json asked for, if it did."""
+def show_result(path: Path | None, content: Any, show: Callable[[], None]) -> None:
+    """`show()`, and the file that --json asked for, if it did; or the JSON in place of both."""
+    text = json.dumps(content, indent=2)
+    if path == STDOUT:
+        print(text)
+        return
+    show()
     if path is not None:
-        write_file(path, f"{json.dumps(content, indent=2)}\n".encode())
+        write_file(path, f"{text}\n".encode())

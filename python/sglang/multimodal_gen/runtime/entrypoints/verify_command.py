@@ -14,7 +14,7 @@ from sglang.multimodal_gen.runtime.entrypoints.console import configure_logging,
 from sglang.multimodal_gen.runtime.entrypoints.inspection import (
     add_json_flag,
     checked_settings,
-    write_json,
+    show_result,
 )
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def run(words: Sequence[str]) -> int:
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         print_error(PROG, error)
         return 2 if isinstance(error, ValueError) else 1
-    _print_rows(rows, has_gpu)
-    write_json(given.json, [asdict(row) for row in rows])
+    table = [asdict(row) for row in rows]
+    show_result(given.json, table, lambda: _print_rows(rows, has_gpu))
     return int(any(row.failed for row in rows))
 
 
