@@ -96,6 +96,13 @@ def test_bad_flags_are_refused_by_name(capsys):
     assert "--width" in capsys.readouterr().err
 
 
+def test_a_compiled_model_has_no_sites_to_judge(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        verify_command.run(["--enable-torch-compile"])
+    assert exit_info.value.code == 2
+    assert "enable_torch_compile: got True, expected False" in capsys.readouterr().err
+
+
 def test_a_missing_folder_is_bad_input(tmp_path):
     assert main(["verify", "--model-path", str(tmp_path / "nowhere")]) == 2
 
