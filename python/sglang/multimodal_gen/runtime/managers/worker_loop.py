@@ -6,6 +6,7 @@ import logging
 import time
 import traceback
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import torch
 
@@ -13,6 +14,7 @@ from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import InvalidParameter
 from sglang.multimodal_gen.report import build_report
+from sglang.multimodal_gen.runtime.distributed.launch import RankLost
 from sglang.multimodal_gen.runtime.managers import channel
 from sglang.multimodal_gen.runtime.managers.errors import RequestCancelled
 from sglang.multimodal_gen.runtime.managers.messages import (
@@ -45,22 +47,30 @@ HARMLESS = ("invalid", "cancelled", "NonFiniteError", "PriorTokensError")
 def serve(args: ServerArgs, warmup: bool, mailbox: Mailbox, outbox: Connection) -> None:
     """Load, warm up, say so, and answer requests until the parent closes the mailbox.
 
-    A failed load is told to the parent and ends the process with status 1.
+    A failed load, or the loss of a rank, is told to the parent and ends the process with status 1.
     """
     try:
         worker = Worker(args, lambda progress: channel.send(outbox, progress))
         loop = WorkerLoop(worker, mailbox, outbox)
         last = loop.generate_all(warm_up_requests(worker.spec, worker.device) if warmup else [])
     except Exception as error:  # not swallowed: the parent raises it
-        channel.send(outbox, failure_of(error))
-        raise SystemExit(1) from error
+        _end(outbox, error)
     # What is loaded stays: later collections, after failures, need not look at a million objects.
     gc.collect()
     gc.freeze()
     sites, peak = (last.sites, last.peak_memory_mb) if last else ((), 0.0)
     channel.send(outbox, WorkerReady(worker.spec, str(worker.device), sites, peak))
     with contextlib.closing(worker):
-        loop.run()
+        try:
+            loop.run()
+        except RankLost as error:  # no fault of the request, which can be sent again
+            _end(outbox, error)
+
+
+def _end(outbox: Connection, error: Exception) -> NoReturn:
+    """End the process, with `error` as the reason that the parent gives to all its requests."""
+    channel.send(outbox, failure_of(error))
+    raise SystemExit(1) from error
 
 
 class WorkerLoop:
@@ -92,6 +102,8 @@ class WorkerLoop:
         start = time.perf_counter()
         self._scheduler.submit(request, self._emitter())
         response = self._scheduler.step()
+        if isinstance(response.error, RankLost):
+            raise response.error
         if response.error is not None:
             return RequestEnded(request.request_id, failure=failure_of(response.error))
         reports = tuple(
