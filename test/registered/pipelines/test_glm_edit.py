@@ -26,7 +26,6 @@ from test_glm_parity import (
 from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.configs import model_specs
 from sglang.multimodal_gen.configs.validation import InvalidParameter
-from sglang.multimodal_gen.runtime.pipelines.stages import prior_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.tiny_glm import SPECIAL, write_tiny_glm
 
@@ -225,10 +224,13 @@ def test_a_strength_is_said_to_be_without_effect(engine, caplog):
     ]
 
 
-def test_several_gpus_cannot_share_an_edit(engine, monkeypatch):
-    monkeypatch.setattr(prior_tokens, "world_size", lambda: 2)
-    with pytest.raises(InvalidParameter, match="image: .*where several GPUs share a picture"):
-        sha(engine)
+def test_two_ranks_edit_as_one_does(engine, tmp_path):
+    """The prior reads the pictures on rank 0 alone; each rank remembers them for its forward."""
+    folder = write_tiny_glm(tmp_path / "glm")
+    several = [picture(), picture(96, 64, seed=4)]
+    with DiffGenerator.from_pretrained(folder, num_gpus=2, device="cpu", log_level="error") as two:
+        assert sha(two) == sha(engine)
+        assert sha(two, image=several) == sha(engine, image=several)
 
 
 def test_random_weights_edit_too(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.multimodal_gen.configs.validation import rejected
-from sglang.multimodal_gen.runtime.distributed.parallel_state import world_size
 from sglang.multimodal_gen.runtime.models.glm_image_ar import GlmImageDecoder, Grid
 from sglang.multimodal_gen.runtime.models.glm_image_ar_sampling import NoiseRows
 from sglang.multimodal_gen.runtime.models.glm_image_sources import (
@@ -50,8 +49,6 @@ class GlmImageARStage:
 
     def __call__(self, batch: BatchState) -> None:
         pictures = [picture.to_pil() for picture in batch.params.image or ()]
-        if pictures and world_size() > 1:
-            raise rejected("image", batch.params.image, "None where several GPUs share a picture")
         sources: list[SourceTokens] = []
         for index, image in enumerate(batch.images):
             inputs = self.read(image.prompt, batch.params.height, batch.params.width, pictures)
