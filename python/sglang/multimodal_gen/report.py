@@ -31,6 +31,7 @@ def build_report(
         "guidance_scale": params.guidance_scale,
         "true_cfg_scale": params.true_cfg_scale,
         "strength": params.strength,
+        "loras": list(pipeline.loras),
         "condition_images": [_described(picture) for picture in params.image or ()],
         "sha256": pixel_hash(image.pixels),
         "requested_quality": params.quality,

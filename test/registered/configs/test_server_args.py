@@ -10,6 +10,7 @@ register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 REFUSED = {
     "model_path": ["", "a\0b", 3, b"x"],
+    "lora_path": ["", "a\0b", 3, b"x"],
     "backend": ["", "vllm", None, 1],
     "num_gpus": [0, 65, True, "1", None],
     "tp_size": [0, 65, True, "1"],

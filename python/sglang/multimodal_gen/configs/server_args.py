@@ -58,6 +58,9 @@ class ServerArgs:
     text_encoder_cpu_offload: bool | None = setting(
         None, Flag(optional=True), "wait in host memory; default: in memory mode only"
     )
+    lora_path: str | None = setting(
+        None, Folder(optional=True), "LoRA to merge: a safetensors file, or a folder with one"
+    )
     enable_torch_compile: bool = setting(False, Flag(), "compile the transformer; not lossless")
     fast_paths: bool = setting(True, Flag(), "fused kernels; off: every site runs eager")
     log_level: str = setting(
@@ -93,6 +96,7 @@ class ServerArgs:
             "num_gpus": 1,
             "load_format": "auto",
             "attention_backend": "auto",
+            "lora_path": None,
         }
         for name, only in cannot.items():
             if getattr(self, name) != only:
@@ -107,6 +111,8 @@ class ServerArgs:
             self.check_acts_on_diffusers()
         if not self.local_mode:
             raise rejected("local_mode", False, "True: the engine runs in this process")
+        if self.lora_path is not None and self.num_gpus > 1:
+            raise rejected("lora_path", self.lora_path, f"None with num_gpus={self.num_gpus}")
         if self.enable_torch_compile and self.num_gpus > 1:
             raise InvalidParameter(
                 "enable_torch_compile",

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from sglang.multimodal_gen.configs.rules import Choice, Folder, Number, Text
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import InvalidParameter
@@ -27,6 +28,12 @@ from sglang.multimodal_gen.runtime.managers.scheduler_client import SchedulerCli
 from sglang.multimodal_gen.runtime.managers.worker import Worker
 
 logger = logging.getLogger(__name__)
+_LORA_RULES = {
+    "nickname": Text(200),
+    "path": Folder(),
+    "strength": Number(-100, 100),
+    "target": Choice(("all", "transformer")),
+}
 
 
 @dataclass
@@ -89,12 +96,11 @@ class DiffGenerator:
         cannot be written, with the finished pictures in its `results`; and whatever the engine
         raised.
         """
-        if self._worker is None:
-            raise RuntimeError("generate: this generator is closed; load another one")
+        worker = self._open_worker("generate")
         asked = SamplingParams.from_kwargs(
             **_merge(prompt, sampling_params_kwargs or {}, sampling_params)
         )
-        params = asked.resolve(self._worker.spec)
+        params = asked.resolve(worker.spec)
         if params.profile:
             check_writable_folder("output_path", Path(params.output_path))
         start = time.perf_counter()
@@ -107,15 +113,43 @@ class DiffGenerator:
             _save(results, params)
         return results if params.num_images > 1 else results[0]
 
+    def set_lora(
+        self, nickname: str, path: str | Path, strength: float = 1.0, target: str = "all"
+    ) -> None:
+        """Merge a LoRA (a safetensors file, or a folder with one) into the transformer's weights,
+        beside those of other nicknames; the same nickname replaces.
+
+        `target` "all" and "transformer" mean the same. Raises ValueError naming what does not fit
+        this model; then nothing has changed.
+        """
+        for name, value in (("nickname", nickname), ("strength", strength), ("target", target)):
+            _LORA_RULES[name].check(name, value)
+        checked = _LORA_RULES["path"].check("path", path)
+        worker = self._open_worker("set_lora")
+        self._client.between_requests(lambda: worker.set_lora(nickname, checked, float(strength)))
+
+    def unmerge_lora(self) -> None:
+        """Take all LoRAs away: the weights have their original bytes again."""
+        self._client.between_requests(self._open_worker("unmerge_lora").unmerge_lora)
+
+    def list_loras(self) -> list[dict[str, Any]]:
+        """Nickname, path, strength and number of weights of each merged LoRA, the first first."""
+        return list(self._open_worker("list_loras").pipeline.loras)
+
     @property
     def device(self) -> torch.device:
         """Where the model runs."""
-        return self._worker.device
+        return self._open_worker("device").device
 
     @property
     def transformer(self) -> torch.nn.Module:
         """The loaded DiT, for inspection."""
-        return self._worker.pipeline.transformer
+        return self._open_worker("transformer").pipeline.transformer
+
+    def _open_worker(self, what: str) -> Worker:
+        if self._worker is None:
+            raise RuntimeError(f"{what}: this generator is closed; load another one")
+        return self._worker
 
     def close(self) -> None:
         """Free the memory and end the processes; the generator cannot be used afterwards."""

@@ -2,6 +2,8 @@
 
 import itertools
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.managers.messages import (
@@ -11,6 +13,7 @@ from sglang.multimodal_gen.runtime.managers.messages import (
 )
 from sglang.multimodal_gen.runtime.managers.scheduler import Scheduler
 
+T = TypeVar("T")
 # One for the process: numeric switches, gates and their counters are the process's.
 _TURN = threading.Lock()
 
@@ -31,3 +34,8 @@ class SchedulerClient:
         if response.error is not None:
             raise response.error
         return response
+
+    def between_requests(self, change: Callable[[], T]) -> T:
+        """What `change()` returns, called while no request runs."""
+        with _TURN:
+            return change()

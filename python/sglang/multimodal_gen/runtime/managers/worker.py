@@ -14,6 +14,8 @@ from sglang.multimodal_gen.configs.validation import rejected
 from sglang.multimodal_gen.report import fused_sites
 from sglang.multimodal_gen.runtime.distributed.parallel_state import SINGLE
 from sglang.multimodal_gen.runtime.loader.component_loader import ComponentLoader, quiet_libraries
+from sglang.multimodal_gen.runtime.loader.lora import lora_file
+from sglang.multimodal_gen.runtime.loader.lora_merge import MergedLoras
 from sglang.multimodal_gen.runtime.loader.model_folder import find_model_folder
 from sglang.multimodal_gen.runtime.managers.messages import (
     EmitProgress,
@@ -41,6 +43,7 @@ from sglang.multimodal_gen.runtime.pipelines.stages.state import (
 )
 from sglang.multimodal_gen.runtime.profiling import RequestProfiler
 
+DEFAULT_LORA = "default"  # nickname of the one that `lora_path` names
 Builder = Callable[[ComponentLoader, ServerArgs, LoadProgress], Pipeline]
 
 
@@ -49,6 +52,8 @@ class Worker:
 
     def __init__(self, args: ServerArgs, emit: EmitProgress) -> None:
         folder = find_model_folder(args.model_path, args.load_format)
+        if args.lora_path is not None:
+            lora_file(args.lora_path)  # before the model, which takes longer
         self._fast_paths = args.fast_paths
         self._ranks, parallel = None, SINGLE
         self.device = resolve_device(args.device)
@@ -68,6 +73,9 @@ class Worker:
             self.close()
             raise
         self.spec = self.pipeline.spec
+        self._loras = MergedLoras(self.pipeline.transformer)
+        if args.lora_path is not None:
+            self.set_lora(DEFAULT_LORA, args.lora_path, 1.0)
 
     def _load(
         self, build: Builder, loader: ComponentLoader, args: ServerArgs, emit: EmitProgress
@@ -87,6 +95,20 @@ class Worker:
         """End the further ranks, if any; the worker cannot be used afterwards."""
         if self._ranks is not None:
             self._ranks.close()
+
+    def set_lora(self, nickname: str, path: str, strength: float) -> None:
+        """Merge a LoRA into the transformer. Raises InvalidParameter where that cannot be."""
+        pipeline = self.pipeline
+        if pipeline.backend != "sglang" or pipeline.layout.world > 1:
+            expected = "None: LoRA needs this package's own model on one GPU"
+            raise rejected("lora_path", path, expected)
+        self._loras.merge(nickname, path, strength)
+        pipeline.loras = tuple(lora.describe() for lora in self._loras)
+
+    def unmerge_lora(self) -> None:
+        """Take all LoRAs away."""
+        self._loras.clear()
+        self.pipeline.loras = ()
 
     def execute(self, request: GenerateRequest, emit: EmitProgress) -> GenerateResponse:
         """Run every stage over the request's images."""

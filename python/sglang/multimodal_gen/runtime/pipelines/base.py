@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ class Pipeline:
     norm_backend: str | None = None  # the RMSNorm kernel, where the model's norm has a choice
     layout: ParallelLayout = ParallelLayout()  # of the ranks that make a picture together
     compiled: bool = False  # torch.compile changes rounding: never reported as lossless
+    loras: tuple[dict[str, Any], ...] = ()  # `Lora.describe` of what is merged
     # stage name -> modules that wait in host memory outside that stage
     offloaded: Mapping[str, Sequence[torch.nn.Module]] = field(default_factory=dict)
 
