@@ -12,6 +12,7 @@ from sglang.kernels.ops.diffusion.bitexact_gate import all_gates
 from sglang.multimodal_gen.configs.condition_image import ConditionImage
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
 from sglang.multimodal_gen.runtime.managers.messages import GenerateResponse, ImageOutput
+from sglang.multimodal_gen.runtime.managers.numeric_switches import SWITCHES
 from sglang.multimodal_gen.runtime.pipelines.base import Pipeline
 
 DISTRIBUTION = "sglang-multimodal-gen"
@@ -44,6 +45,7 @@ def build_report(
         "attention_backend": pipeline.attention_backend,
         "norm_backend": pipeline.norm_backend,
         "precisions": pipeline.precisions,
+        "numeric_switches": dict(SWITCHES),
         "stage_seconds": response.stage_seconds,
         "step_seconds": list(image.step_seconds),
         "peak_memory_mb": round(response.peak_memory_mb, 1),

@@ -2,12 +2,14 @@
 
 import os
 import threading
+from operator import attrgetter
 
 import pytest
 import torch
 
 from sglang.multimodal_gen import DiffGenerator
 from sglang.multimodal_gen.runtime.entrypoints.image_files import OutputError, write_file
+from sglang.multimodal_gen.runtime.managers.numeric_switches import SWITCHES, numeric_switches
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_checkpoints import write_tiny_flux
 
@@ -53,6 +55,28 @@ def test_the_newer_precision_switches(generator, plain, holder):
         assert holder.fp32_precision == changed
     finally:
         holder.fp32_precision = before
+
+
+@pytest.mark.parametrize("path", SWITCHES)
+def test_every_switch_is_set_inside_restored_after_and_reported(path):
+    name, value = path.rpartition(".")[2], SWITCHES[path]
+    holder = attrgetter(path.rpartition(".")[0])(torch.backends)
+    before = getattr(holder, name)
+    changed = not value if isinstance(value, bool) else "bf16" if "mkldnn" in path else "tf32"
+    try:
+        setattr(holder, name, changed)
+        with numeric_switches(torch.device("cpu")):
+            assert getattr(holder, name) == value
+        assert getattr(holder, name) == changed
+    finally:
+        setattr(holder, name, before)
+
+
+def test_what_changes_the_bits_of_a_half_gemm_or_a_convolution_is_reported(generator):
+    reported = generator.generate(**PICTURE).report["numeric_switches"]
+    assert reported["cuda.matmul.fp32_precision"] == reported["cudnn.conv.fp32_precision"] == "ieee"
+    off = ("cuda.matmul.allow_fp16_accumulation", "cudnn.benchmark", "cudnn.deterministic")
+    assert [reported[name] for name in off] == [False] * 3
 
 
 def test_default_device(generator, plain):

@@ -2,16 +2,32 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 
 import torch
+
+# Of torch.backends; the report names them. The older allow_tf32 flags raise once a caller has used
+# the newer fp32_precision.
+SWITCHES: dict[str, str | bool] = {
+    "cuda.matmul.fp32_precision": "ieee",
+    "cudnn.conv.fp32_precision": "ieee",
+    "mkldnn.matmul.fp32_precision": "ieee",
+    "mkldnn.conv.fp32_precision": "ieee",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction": True,
+    "cuda.matmul.allow_fp16_reduced_precision_reduction": True,
+    "cuda.matmul.allow_fp16_accumulation": False,
+    "cudnn.enabled": True,
+    "cudnn.benchmark": False,
+    "cudnn.deterministic": False,
+}
 
 
 @contextmanager
 def numeric_switches(device: torch.device) -> Iterator[None]:
     """Inside, whatever the caller has set: float32 matmuls and convolutions in IEEE precision (no
-    TF32, no bf16 passes), no cuDNN autotuning (its choice may differ between runs), reduced-
-    precision reductions in half GEMMs as torch has them by default, no autocast, float32 and the
-    CPU as defaults for new tensors.
+    TF32, no bf16 passes), no cuDNN autotuning (its choice may differ between runs), cuDNN and the
+    accumulation of half GEMMs as torch has them by default, no autocast, float32 and the CPU as
+    defaults for new tensors.
     """
     previous = [getattr(holder, name) for holder, name, _ in _wanted()]
     default_dtype = torch.get_default_dtype()
@@ -27,16 +43,10 @@ def numeric_switches(device: torch.device) -> Iterator[None]:
             setattr(holder, name, value)
 
 
-def _wanted() -> list[tuple[object, str, object]]:
-    backends = torch.backends
-    # The older allow_tf32 flags raise once a caller has used these.
-    precise = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul]
-    return [
-        *((holder, "fp32_precision", "ieee") for holder in (*precise, backends.mkldnn.conv)),
-        (backends.cudnn, "benchmark", False),
-        (backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", True),
-        (backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", True),
-    ]
+def _wanted() -> Iterator[tuple[object, str, str | bool]]:
+    for path, value in SWITCHES.items():
+        holder, _, name = path.rpartition(".")
+        yield attrgetter(holder)(torch.backends), name, value
 
 
 def _cpu_by_default() -> "torch.device | nullcontext[None]":
