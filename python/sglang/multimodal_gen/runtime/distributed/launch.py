@@ -12,19 +12,19 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from sglang.multimodal_gen import environ
 from sglang.multimodal_gen.configs.parallel_layout import ParallelLayout
 from sglang.multimodal_gen.runtime.distributed import parallel_state
 from sglang.multimodal_gen.runtime.distributed.parallel_state import ParallelState
+from sglang.multimodal_gen.utils.private_folder import PrivateFolder
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class RankProcesses:
         Raises RuntimeError where this process already runs collectives of its own.
         """
         parallel_state.require_free()
-        self._folder = tempfile.TemporaryDirectory(prefix="sglang-ranks-")
-        self.store_file = str(Path(self._folder.name) / "store")
+        self._folder = PrivateFolder("sglang-ranks-")
+        self.store_file = str(self._folder.path / "store")
         self.timeout_s = timeout_s
         self._joined = False
         self._lost: str | None = None
@@ -162,7 +162,7 @@ class RankProcesses:
         deadline = time.monotonic() + EXIT_TIMEOUT_S
         for rank in self._ranks:
             rank.end(deadline - time.monotonic())
-        self._folder.cleanup()
+        self._folder.remove()
 
     def _answer(self, rank: RankProcess) -> Any:
         try:
@@ -196,7 +196,8 @@ class RankProcesses:
         while not self._closing.wait(LOOK_EVERY_S):
             self._give_up_dead()
             if self._deadline is not None and time.monotonic() > self._deadline:
-                self.give_up(f"a step or an answer took longer than {self.timeout_s:g} s")
+                limit = f"{self.timeout_s:g} s ({environ.COLLECTIVE_TIMEOUT.name})"
+                self.give_up(f"a step or an answer took longer than {limit}")
             if self._lost is not None:
                 logger.error("%s: the generator has ended", self._lost)
                 return

@@ -7,8 +7,6 @@ Methods block on the disk; call them off the event loop. They may be called from
 import os
 import re
 import secrets
-import shutil
-import tempfile
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from sglang.multimodal_gen.runtime.entrypoints.image_files import (
     OutputError,
     check_writable_folder,
 )
+from sglang.multimodal_gen.utils.private_folder import PrivateFolder
 
 ID_BYTES = 16
 PROBE_BYTES = 65536  # a disk with less room than this is full
@@ -42,11 +41,11 @@ class ImageStore:
     """
 
     def __init__(self, folder: str | None, retention: int) -> None:
-        self._temporary = folder is None
+        self._private = PrivateFolder("sglang-images-") if folder is None else None
         if folder is not None:
             check_writable_folder("image_folder", Path(folder))
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder = Path(folder or tempfile.mkdtemp(prefix="sglang-images-"))
+        self.folder = Path(folder) if self._private is None else self._private.path
         self._retention = retention
         self._lock = threading.Lock()
         self._names: OrderedDict[str, str] = OrderedDict()  # id -> file name, oldest first
@@ -96,8 +95,8 @@ class ImageStore:
 
     def close(self) -> None:
         """Remove the temporary folder; a folder of the user's keeps its pictures."""
-        if self._temporary:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._private is not None:
+            self._private.remove()
 
     def _write_hidden(self, data: bytes) -> Path:
         """A whole file under a name that is never served. No fsync: after a crash of the machine
