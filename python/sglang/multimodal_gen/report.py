@@ -2,7 +2,9 @@
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -76,13 +78,20 @@ def effective_quality(requested: str, mounted: dict[str, str | None], compiled: 
     return requested
 
 
-def fused_sites(mounted: dict[str, str | None]) -> tuple[dict[str, Any], ...]:
-    """One row a kind of fused site that ran since the counters were reset, both tiers."""
+def fused_sites(
+    mounted: dict[str, str | None], marked: Mapping[str, int] = MappingProxyType({})
+) -> tuple[dict[str, Any], ...]:
+    """One row a kind of fused site that ran since the counters were reset, both tiers.
+
+    `count` is the calls of a lossless site, and of a fusion of the high tier the modules in
+    `marked` that it is mounted on, or could be.
+    """
     rows = [
         {
             "op": state.name,
             "status": state.status,
             "reason": state.reason,
+            "count": state.fused_calls + state.eager_calls,
             "fused_calls": state.fused_calls,
             "eager_calls": state.eager_calls,
         }
@@ -90,7 +99,12 @@ def fused_sites(mounted: dict[str, str | None]) -> tuple[dict[str, Any], ...]:
         if state.fused_calls or state.eager_calls
     ]
     rows += [
-        {"op": name, "status": "eager" if reason else "mounted", "reason": reason}
+        {
+            "op": name,
+            "status": "eager" if reason else "mounted",
+            "reason": reason,
+            "count": marked.get(name, 0),
+        }
         for name, reason in mounted.items()
     ]
     return tuple(rows)

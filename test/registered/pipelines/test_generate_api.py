@@ -190,6 +190,7 @@ def test_the_report_counts_every_site_and_says_why_it_ran_eager(engine):
     assert all(row["fused_calls"] == 0 and row["eager_calls"] > 0 for row in sites.values())
     # 2 steps x (2 dual blocks x 4 + 2 single blocks x 1)
     assert sites["flux.residual_gate_add"]["eager_calls"] == 20
+    assert sites["flux.residual_gate_add"]["count"] == 20
 
 
 def test_high_quality_that_cannot_mount_is_reported_and_warned_of(engine, caplog):
@@ -198,6 +199,7 @@ def test_high_quality_that_cannot_mount_is_reported_and_warned_of(engine, caplog
     assert (high.report["requested_quality"], high.report["quality"]) == ("high", "lossless")
     assert high.report["sha256"] == lossless.report["sha256"]
     rows = {row["op"]: row for row in high.report["sites"]}
+    assert rows["fused_linear_gelu"]["count"] == 2 * 2 + 2  # both streams, and the single blocks
     for op in ("fused_linear_gelu", "fused_ln_modulate"):
         assert rows[op]["status"] == "eager" and rows[op]["reason"]
     assert [r.message for r in caplog.records if "quality=high was asked for" in r.message]
@@ -338,3 +340,15 @@ def test_a_closed_generator_says_so(tiny_dev):
         pass
     with pytest.raises(RuntimeError, match="this generator is closed"):
         generate(generator, "a")
+
+
+def test_a_compiled_model_is_not_blamed_on_its_fusions(tiny_dev, caplog):
+    asked = {"device": "cpu", "log_level": "warning", "enable_torch_compile": True}
+    with DiffGenerator.from_pretrained(tiny_dev, **asked) as compiled:
+        compiled.transformer.compile(
+            backend="eager"
+        )  # what is compiled, and how, is beside the point
+        report = generate(compiled, "a").report
+    assert report["quality"] == "compiled"
+    assert [r.message for r in caplog.records if "the transformer is compiled" in r.message]
+    assert not [r.message for r in caplog.records if "none of its fusions" in r.message]

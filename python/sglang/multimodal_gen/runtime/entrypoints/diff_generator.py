@@ -185,7 +185,12 @@ class DiffGenerator:
         )
 
     def _warn_unmounted(self, report: dict[str, Any]) -> None:
-        if report["quality"] != report["requested_quality"]:
+        if report["quality"] == "compiled":
+            logger.warning(
+                "the transformer is compiled: the picture is not bit for bit the %s one",
+                report["requested_quality"],
+            )
+        elif report["quality"] != report["requested_quality"]:
             logger.warning(
                 "quality=%s was asked for, but none of its fusions runs on %s: the picture is %s",
                 report["requested_quality"],

@@ -36,6 +36,7 @@ from sglang.multimodal_gen.runtime.pipelines.base import LoadProgress, Pipeline
 from sglang.multimodal_gen.runtime.pipelines.diffusers_pipeline import build_diffusers
 from sglang.multimodal_gen.runtime.pipelines.parallel_denoising import lead_ranks
 from sglang.multimodal_gen.runtime.pipelines.registry import PIPELINES
+from sglang.multimodal_gen.runtime.pipelines.stages.denoising import tier_sites
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
     BatchState,
     ImageState,
@@ -132,7 +133,7 @@ class Worker:
             images=tuple(map(_image_output, images)),
             stage_seconds=seconds,
             mounted=batch.mounted,
-            sites=fused_sites(batch.mounted),
+            sites=fused_sites(batch.mounted, tier_sites(self.pipeline.transformer)),
             peak_memory_mb=self._peak_memory_mb(),
         )
 

@@ -146,6 +146,13 @@ class DenoisingStage:
         return torch.full([1], scale, device=self.device, dtype=torch.float32)
 
 
+def tier_sites(transformer: torch.nn.Module) -> dict[str, int]:
+    """Fusion of the high tier -> modules that are marked for it."""
+    return {
+        name: sum(1 for _ in gate.iter_sites(transformer)) for name, (gate, *_) in HIGH_TIER.items()
+    }
+
+
 @contextmanager
 def mounted_tier(transformer: torch.nn.Module, quality: str) -> Iterator[dict[str, str | None]]:
     """Mount the high tier's fusions for one batch; yields fusion -> None, or why not mounted.
