@@ -193,7 +193,7 @@ def test_a_failed_first_load_is_final_and_says_why(run, link):
         failure = WorkerFailure("invalid", "no such model", "", parameter="model_path")
         link.started[0].tell(failure)
         link.started[0].die("the worker process ended with status 1")
-        with pytest.raises(EngineUnavailable, match="no such model") as refused:
+        with pytest.raises(EngineUnavailable, match="model_path: no such model") as refused:
             await engine.wait_ready()
         assert isinstance(refused.value.__cause__, InvalidParameter)
         return engine.state, len(link.started)

@@ -90,7 +90,7 @@ class EngineClient(Engine):
             self._start_timer.cancel()
 
     def _on_death(self, how_it_ended: str, failures: int) -> None:
-        reason = self._start_failure.message if self._start_failure else how_it_ended
+        reason = str(self._start_error() or how_it_ended)
         logger.error("%s", reason)
         never_ready = self._requests.tally.device is None
         hopeless = never_ready and (self._start_failure or failures >= MAX_FIRST_STARTS)
