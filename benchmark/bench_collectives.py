@@ -57,9 +57,11 @@ def command() -> int:
         found = torch.cuda.device_count()
         print(f"bench_collectives: got {found} GPUs, expected {args.num_gpus}; use such a machine")
         return 1
-    from environment import write_result_file
+    from environment import check_result_file, write_result_file
     from results import print_table
 
+    if args.json:
+        check_result_file(args.json)
     rows = [asdict(row) for row in run(args.num_gpus, MODELS, on_gpu=True)]
     print_table(rows)
     if args.json:

@@ -125,10 +125,10 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench_denoise: got no CUDA GPU, expected one; run it on a machine that has it")
         return 1
-    from environment import package_commit
+    from environment import check_result_file
 
     if args.json:
-        package_commit()  # fail before the measurements, not after them
+        check_result_file(args.json)
     failed: list[str] = []
     for model in args.models:
         rows = bench_model(model, args, failed)

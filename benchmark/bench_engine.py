@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark")]
 
 from bench_generate import MODELS, load_format  # noqa: E402
+from environment import check_result_file  # noqa: E402
 from long_runs import attempt, exit_code, free_memory, names_of  # noqa: E402
 from results import merge_rows, print_table  # noqa: E402
 
@@ -71,6 +72,8 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path, help="merge the rows into this result file")
     args = parser.parse_args()
+    if args.json:
+        check_result_file(args.json)
     failed: list[str] = []
     for model in names_of(args.model, list(MODELS)):
         row = attempt(model, failed, lambda model=model: asyncio.run(bench(model, args)))

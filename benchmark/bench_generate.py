@@ -98,10 +98,10 @@ def captions(path: Path) -> list[str]:
 
 def main() -> int:
     args = parse_args()
-    from environment import package_commit
+    from environment import check_result_file
 
     if args.json:
-        package_commit()  # fail before the measurements, not after them
+        check_result_file(args.json)
     failed: list[str] = []
     for model in args.models:
         bench_model(model, args, failed)

@@ -36,14 +36,14 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench_prior: got no CUDA GPU, expected one; run it on a machine that has it")
         return 1
-    from environment import package_commit, write_result_file
+    from environment import check_result_file, write_result_file
     from prior_arms import PriorBench, print_families
     from results import print_table
 
     from sglang.multimodal_gen.runtime.managers.numeric_switches import numeric_switches
 
     if args.json:
-        package_commit()  # fail before the measurements, not after them
+        check_result_file(args.json)
     device = torch.device("cuda")
     with torch.inference_mode(), numeric_switches(device):
         bench = PriorBench.load(device, args.height, args.width, args.tokens)

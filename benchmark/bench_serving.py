@@ -33,7 +33,7 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark")]
 
-from environment import package_commit  # noqa: E402
+from environment import check_result_file  # noqa: E402
 from results import merge_rows  # noqa: E402
 from serving_load import Answer, Body, Client, arrivals  # noqa: E402
 from serving_process import own_server  # noqa: E402
@@ -103,7 +103,7 @@ def bodies_of(args: argparse.Namespace) -> list[Body]:
 def main() -> int:
     args = parse_args()
     if args.json:
-        package_commit()  # fail before the measurements, not after them
+        check_result_file(args.json)
     own = own_server(shlex.split(args.serve), args.start_s)
     try:
         with nullcontext(args.base_url) if args.base_url else own as base_url:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,21 @@ def write_result_file(path: Path, body: dict[str, Any], num_gpus: int | None = N
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
+
+
+def check_result_file(path: Path) -> None:
+    """Raise ValueError where `write_result_file` would fail; comes before the work, not after."""
+    package_commit()
+    if path.is_dir():
+        raise ValueError(f"--json: got the folder {path}, expected a file name")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--json: got {path}, expected a folder that can be written to ({error.strerror})"
+        ) from error
 
 
 def package_commit() -> str:

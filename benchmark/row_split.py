@@ -137,9 +137,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("row_split: got no CUDA GPU, expected one; run it on a machine that has it")
         return 1
-    from environment import write_result_file
+    from environment import check_result_file, write_result_file
     from results import print_table
 
+    if args.json:
+        check_result_file(args.json)
     device, rows = torch.device("cuda"), []
     for model in ATTENTIONS:
         found = [asdict(row) for row in measure(model, device, "cudnn")]

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "python"))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch  # noqa: E402
-from environment import package_commit, write_result_file  # noqa: E402
+from environment import check_result_file, write_result_file  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from timing import BenchRow, copy_ceiling_tbps, skip_compile  # noqa: E402
@@ -112,7 +112,7 @@ def main() -> int:
     if arguments.skip_compile:
         skip_compile()
     if arguments.json:
-        package_commit()  # fail before the measurements, not after them
+        check_result_file(arguments.json)
 
     def save(rows: list[BenchRow]) -> None:
         if arguments.json:

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmark")]
 
-from environment import kernels_tree, package_commit, write_result_file  # noqa: E402
+from environment import check_result_file, kernels_tree, write_result_file  # noqa: E402
 
 from sglang.test.ci.ci_register import Registration, registrations_in  # noqa: E402
 
@@ -68,7 +68,9 @@ def collect(folder: Path) -> dict[str, list[SuiteFile]]:
         try:
             for registration in registrations_in(path):
                 suites.setdefault(registration.suite, []).append((path, registration))
-        except (ValueError, SyntaxError) as error:
+        except SyntaxError as error:
+            problems.append(f"{path}:{error.lineno}: {error.msg}")
+        except ValueError as error:
             problems.append(str(error))
     if problems:
         raise ValueError("\n".join(problems))
@@ -209,6 +211,8 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--folder", type=Path, default=REGISTERED, help="where to look for tests")
     arguments = parser.parse_args()
+    if arguments.jobs is not None and arguments.jobs < 1:
+        parser.error(f"--jobs: got {arguments.jobs}, expected at least 1")
     if arguments.json and arguments.without_gpu:
         parser.error("--json: got it with --without-gpu, expected a run on a GPU")
     return arguments
@@ -242,7 +246,7 @@ def main() -> int:
         if files[0][1].backend == "cuda" and not (arguments.list or arguments.without_gpu):
             _require_gpu()
         if arguments.json:
-            package_commit()  # fail before the tests, not after them
+            check_result_file(arguments.json)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -212,12 +212,18 @@ def test_filter_and_list_choose_files(write, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, complaint",
-    [(["--suite", "toi"], "there are: toy"), (["--suite", "toy", "--filter", "zz"], "'zz'")],
+    [
+        (["--suite", "toi"], "there are: toy"),
+        (["--suite", "toy", "--filter", "zz"], "'zz'"),
+        (["--suite", "toy", "--jobs", "-1"], "--jobs: got -1, expected at least 1"),
+        (["--suite", "toy", "--json", "/proc/none/x.json"], "expected a folder that can be"),
+        (["--suite", "toy", "--json", "/proc"], "got the folder /proc, expected a file name"),
+    ],
 )
-def test_a_wrong_choice_exits_2(write, tmp_path, arguments, complaint):
+def test_a_wrong_choice_exits_2_before_any_test(write, tmp_path, arguments, complaint):
     write("test_a.py", "def test_1(): pass\n")
     done = command("--folder", tmp_path, *arguments)
-    assert done.returncode == 2 and complaint in done.stderr
+    assert done.returncode == 2 and complaint in done.stderr and not done.stdout
 
 
 # the tree hash
