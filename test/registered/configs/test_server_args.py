@@ -26,6 +26,7 @@ REFUSED = {
     "performance_mode": ["fast", None],
     "text_encoder_cpu_offload": ["yes", 1],
     "enable_torch_compile": ["yes", None],
+    "regional_compile": ["yes", None],
     "fast_paths": [0],
     "log_level": ["INFO", 10],
 }
@@ -64,6 +65,7 @@ def test_an_unknown_keyword_names_the_nearest():
         ({"device": "cpu", "text_encoder_cpu_offload": True}, "text_encoder_cpu_offload"),
         ({"device": "cpu", "attention_backend": "cudnn"}, "attention_backend"),
         ({"num_gpus": 2, "enable_torch_compile": True}, "enable_torch_compile"),
+        ({"num_gpus": 2, "regional_compile": True}, "regional_compile"),
         ({"num_gpus": 2, "backend": "diffusers"}, "num_gpus"),
         (
             {"load_format": "dummy", "model_path": "GLM-Image", "backend": "diffusers"},

@@ -342,6 +342,18 @@ def test_a_closed_generator_says_so(tiny_dev):
         generate(generator, "a")
 
 
+def test_the_blocks_alone_can_be_compiled(tiny_dev, engine, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    asked = {"device": "cpu", "log_level": "warning", "regional_compile": True}
+    with DiffGenerator.from_pretrained(tiny_dev, **asked) as regional:
+        blocks = regional.transformer
+        assert compiled == [*blocks.transformer_blocks, *blocks.single_transformer_blocks]
+        assert generate(regional, "a").report["quality"] == "compiled"
+    monkeypatch.undo()
+    assert generate(engine, "a").report["quality"] == "lossless"
+
+
 def test_a_compiled_model_is_not_blamed_on_its_fusions(tiny_dev, caplog):
     asked = {"device": "cpu", "log_level": "warning", "enable_torch_compile": True}
     with DiffGenerator.from_pretrained(tiny_dev, **asked) as compiled:

@@ -10,6 +10,7 @@ from sglang.multimodal_gen.configs.validation import InvalidParameter, rejected
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 _PRECISION = Choice(PRECISIONS, optional=True)
+COMPILING = ("enable_torch_compile", "regional_compile")
 _CUDA_ONLY_BACKENDS = ("cudnn", "efficient")
 
 
@@ -62,6 +63,7 @@ class ServerArgs:
         None, Folder(optional=True), "LoRA to merge: a safetensors file, or a folder with one"
     )
     enable_torch_compile: bool = setting(False, Flag(), "compile the transformer; not lossless")
+    regional_compile: bool = setting(False, Flag(), "compile its blocks, each kind once; not lossless")
     fast_paths: bool = setting(True, Flag(), "fused kernels; off: every site runs eager")
     log_level: str = setting(
         "info", Choice(("debug", "info", "warning", "error")), "least level to print"
@@ -113,11 +115,10 @@ class ServerArgs:
             raise rejected("local_mode", False, "True: the engine runs in this process")
         if self.lora_path is not None and self.num_gpus > 1:
             raise rejected("lora_path", self.lora_path, f"None with num_gpus={self.num_gpus}")
-        if self.enable_torch_compile and self.num_gpus > 1:
-            raise InvalidParameter(
-                "enable_torch_compile",
-                f"got True with num_gpus={self.num_gpus}, expected num_gpus=1; drop one of the two",
-            )
+        for name in COMPILING:
+            if getattr(self, name) and self.num_gpus > 1:
+                got = f"got True with num_gpus={self.num_gpus}"
+                raise InvalidParameter(name, f"{got}, expected num_gpus=1; drop one of the two")
         offload, mode = self.text_encoder_cpu_offload, self.performance_mode
         if (mode == "speed" and offload) or (mode == "memory" and offload is False):
             raise InvalidParameter(

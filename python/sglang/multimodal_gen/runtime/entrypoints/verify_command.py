@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang.multimodal_gen.configs.sampling_params import SamplingParams
-from sglang.multimodal_gen.configs.server_args import ServerArgs
+from sglang.multimodal_gen.configs.server_args import COMPILING, ServerArgs
 from sglang.multimodal_gen.configs.validation import InvalidParameter, rejected
 from sglang.multimodal_gen.runtime.entrypoints.cli_flags import FlagParser
 from sglang.multimodal_gen.runtime.entrypoints.console import configure_logging, print_error
@@ -50,8 +50,9 @@ def run(words: Sequence[str]) -> int:
     given = parser.parse(words)
     try:
         args, request = checked_settings(given, REQUEST_DEFAULTS)
-        if args.enable_torch_compile:
-            raise rejected("enable_torch_compile", True, "False: compiled, every site steps aside")
+        for name in COMPILING:
+            if getattr(args, name):
+                raise rejected(name, True, "False: compiled, every site steps aside")
     except InvalidParameter as error:
         parser.error(str(error))
     configure_logging(args.log_level)

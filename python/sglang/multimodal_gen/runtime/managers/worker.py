@@ -83,8 +83,8 @@ class Worker:
     ) -> Pipeline:
         with numeric_switches(self.device), quiet_libraries():
             pipeline = build(loader, args, lambda *step: emit(Progress(*step)))
-        if args.enable_torch_compile:
-            pipeline.transformer.compile()
+        if args.enable_torch_compile or args.regional_compile:
+            _compile(pipeline.transformer, args.regional_compile)
             pipeline.compiled = True
         if self._ranks is not None:
             await_loaded(self._ranks)
@@ -155,6 +155,15 @@ def _build(
     spec: ModelSpec, loader: ComponentLoader, args: ServerArgs, on_load: LoadProgress
 ) -> Pipeline:
     return PIPELINES[spec.pipeline_class](loader, spec, args, on_load)
+
+
+def _compile(transformer: torch.nn.Module, regional: bool) -> None:
+    """At its first forward; `regional`: each block of its lists alone, equal ones once."""
+    lists = [part for part in transformer.children() if isinstance(part, torch.nn.ModuleList)]
+    if regional and not lists:
+        raise rejected("regional_compile", True, "False: this model's transformer has no blocks")
+    for module in [block for part in lists for block in part] if regional else [transformer]:
+        module.compile()
 
 
 def resolve_device(name: str) -> torch.device:

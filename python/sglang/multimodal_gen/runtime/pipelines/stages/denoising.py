@@ -123,7 +123,7 @@ class DenoisingStage:
     def _forward(self, *args: Any) -> torch.Tensor:
         """The transformer, from the second step on as a CUDA graph where that pays."""
         layout = self.parallel.layout
-        plain = layout.ulysses == layout.tp == 1 and self.transformer._compiled_call_impl is None
+        plain = layout.ulysses == layout.tp == 1 and not self._compiled
         if self.device.type != "cuda" or not plain:
             return self.transformer(*args)
         return self._graphs(self._mounted_fusions, *args)
@@ -133,6 +133,12 @@ class DenoisingStage:
         return tuple(
             any(gate.is_enabled(site) for site in sites) for gate, sites in self._tier_sites
         )
+
+    @functools.cached_property
+    def _compiled(self) -> bool:
+        """Whether torch.compile has the transformer, or a part of it."""
+        modules = self.transformer.modules()
+        return any(module._compiled_call_impl is not None for module in modules)
 
     @functools.cached_property
     def _tier_sites(self) -> list[tuple[QualityGatedFusion, list[torch.nn.Module]]]:
