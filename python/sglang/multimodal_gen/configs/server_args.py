@@ -63,7 +63,7 @@ class ServerArgs:
         None, Folder(optional=True), "LoRA to merge: a safetensors file, or a folder with one"
     )
     enable_torch_compile: bool = setting(False, Flag(), "compile the transformer; not lossless")
-    regional_compile: bool = setting(False, Flag(), "compile its blocks, each kind once; not lossless")
+    regional_compile: bool = setting(False, Flag(), "compile its blocks instead; not lossless")
     fast_paths: bool = setting(True, Flag(), "fused kernels; off: every site runs eager")
     log_level: str = setting(
         "info", Choice(("debug", "info", "warning", "error")), "least level to print"
