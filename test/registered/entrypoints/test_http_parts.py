@@ -193,7 +193,7 @@ def test_a_folder_that_fills_up_while_a_picture_is_made_loses_none(monkeypatch):
 def test_a_picture_that_cannot_be_read_is_no_fault_of_the_server():
     with fake_server() as (client, _):
         url = client.post(GENERATIONS, json={"prompt": "a"}).json()["data"][0]["url"]
-        [file] = client.app.state.context.store.folder.iterdir()
+        [file] = client.app.state.context.store.folder.glob("*.png")
         file.unlink()
         file.mkdir()
         assert client.get(url).json()["error"]["code"] == "image_store_unavailable"
