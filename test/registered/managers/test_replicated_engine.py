@@ -1,6 +1,7 @@
 """An engine of many replicas, and its requests, over a cluster that a test plays."""
 
 import asyncio
+import socket
 
 import pytest
 
@@ -20,7 +21,7 @@ from sglang.multimodal_gen.runtime.managers.errors import (
 from sglang.multimodal_gen.runtime.managers.messages import GenerateReply, Progress
 from sglang.multimodal_gen.runtime.managers.repeated_requests import MAX_DEATHS
 from sglang.multimodal_gen.runtime.managers.replica import ReplicaInfo
-from sglang.multimodal_gen.runtime.managers.replica_cluster import ClusterStatus
+from sglang.multimodal_gen.runtime.managers.replica_cluster import ClusterStatus, check_reachable
 from sglang.multimodal_gen.runtime.managers.replicated_engine import ReplicatedEngine
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -233,3 +234,13 @@ def test_closing_ends_every_request(play):
             await handle.result()
 
     play(work, None)
+
+
+def test_an_address_where_no_cluster_is_ends_the_start_at_once():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(EngineUnavailable, match=f"the Ray cluster at {address}: .*its head"):
+            check_reachable(address)
+        free.listen()
+        check_reachable(address)

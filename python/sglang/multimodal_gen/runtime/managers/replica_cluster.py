@@ -7,6 +7,7 @@ health, replaces them, scales their number, and restarts them one after another.
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 30.0  # Ray Serve gives a replica up af
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 300.0
 ROUTING_PAUSE_S = 0.25  # at most, between two looks for a free replica; each costs 1 ms of CPU
 ABOUT_TIMEOUT_S = 10.0
+JOIN_TIMEOUT_S = 10.0
 CRASHES_OF_A_START = 3  # then the start has failed
 
 
@@ -77,6 +79,8 @@ class ReplicaCluster:
         from ray import serve
 
         joined = self._replica_args.ray_address
+        if joined not in (None, "auto"):
+            check_reachable(joined)
         own = {"include_dashboard": False, "num_cpus": self._own_cpus()}
         if self._args.device == "cpu":
             own["num_gpus"] = 0
@@ -232,6 +236,17 @@ def require_ray() -> None:
     except ImportError as error:
         text = f"needs Ray Serve, which cannot be imported ({error}); {EXTRA}"
         raise InvalidParameter("replicas", text) from error
+
+
+def check_reachable(address: str) -> None:
+    """Raise EngineUnavailable where nothing listens at host:port: Ray itself would wait for
+    minutes there, and hear no signal."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), JOIN_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        text = f"cannot reach the Ray cluster at {address}: {error}; is its head running there?"
+        raise EngineUnavailable(text) from error
 
 
 def _last_line(error: object) -> str:
