@@ -25,6 +25,7 @@ REFUSED = {
     "attention_backend": ["xformers", None],
     "performance_mode": ["fast", None],
     "text_encoder_cpu_offload": ["yes", 1],
+    "dit_layerwise_offload": ["yes", 1, None],
     "enable_torch_compile": ["yes", None],
     "regional_compile": ["yes", None],
     "fast_paths": [0],

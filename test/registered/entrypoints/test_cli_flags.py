@@ -27,8 +27,9 @@ PINNED = """
     --num-profiled-timesteps
     --model-path --backend --num-gpus --tp-size --ulysses-degree --enable-cfg-parallel --local-mode
     --load-format --device --dit-precision --vae-precision --text-encoder-precision
-    --attention-backend --performance-mode --text-encoder-cpu-offload --lora-path
-    --enable-torch-compile --regional-compile --fast-paths --log-level
+    --attention-backend --performance-mode --text-encoder-cpu-offload
+    --dit-layerwise-offload --lora-path --enable-torch-compile --regional-compile --fast-paths
+    --log-level
 """.split()
 
 
@@ -108,7 +109,8 @@ def test_process_flags_reach_their_fields():
         "--no-enable-cfg-parallel --local-mode --load-format auto --device cuda "
         "--dit-precision bf16 --vae-precision fp32 --text-encoder-precision fp16 "
         "--attention-backend cudnn --performance-mode manual --text-encoder-cpu-offload "
-        "--lora-path l --enable-torch-compile --regional-compile --no-fast-paths --log-level debug"
+        "--no-dit-layerwise-offload --lora-path l --enable-torch-compile --regional-compile "
+        "--no-fast-paths --log-level debug"
     ).split()
     values = values_of(parse(*words), ServerArgs)
     assert set(values) == set(ServerArgs.__dataclass_fields__)

@@ -59,6 +59,9 @@ class ServerArgs:
     text_encoder_cpu_offload: bool | None = setting(
         None, Flag(optional=True), "wait in host memory; default: in memory mode only"
     )
+    dit_layerwise_offload: bool = setting(
+        False, Flag(), "transformer in host memory, two blocks at a time on the GPU"
+    )
     lora_path: str | None = setting(
         None, Folder(optional=True), "LoRA to merge: a safetensors file, or a folder with one"
     )
@@ -99,6 +102,7 @@ class ServerArgs:
             "load_format": "auto",
             "attention_backend": "auto",
             "lora_path": None,
+            "dit_layerwise_offload": False,
         }
         for name, only in cannot.items():
             if getattr(self, name) != only:
@@ -119,6 +123,7 @@ class ServerArgs:
             if getattr(self, name) and self.num_gpus > 1:
                 got = f"got True with num_gpus={self.num_gpus}"
                 raise InvalidParameter(name, f"{got}, expected num_gpus=1; drop one of the two")
+        self._check_layerwise_offload()
         offload, mode = self.text_encoder_cpu_offload, self.performance_mode
         if (mode == "speed" and offload) or (mode == "memory" and offload is False):
             raise InvalidParameter(
@@ -136,4 +141,18 @@ class ServerArgs:
                 "attention_backend",
                 f"got {self.attention_backend!r} with device='cpu', where it does not exist; "
                 "use 'auto', 'flash' or 'math'",
+            )
+
+    def _check_layerwise_offload(self) -> None:
+        """A block's weights lie elsewhere at every turn, which these cannot follow."""
+        if not self.dit_layerwise_offload:
+            return
+        wanted = {"num_gpus": 1, "lora_path": None} | dict.fromkeys(COMPILING, False)
+        clashes = [name for name, only in wanted.items() if getattr(self, name) != only]
+        clashes += ["device"] if self.device == "cpu" else []
+        for name in clashes:
+            raise InvalidParameter(
+                "dit_layerwise_offload",
+                f"got True with {name}={getattr(self, name)!r}, expected another {name};"
+                " drop one of the two",
             )

@@ -1,7 +1,7 @@
 """What is alike in loading every model: where its parts go, its transformer, its scheduler."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from sglang.multimodal_gen.runtime.layers.attention import (
     make_attention,
     resolve_attention_backend,
 )
+from sglang.multimodal_gen.runtime.layers.layerwise_offload import offload_blocks
 from sglang.multimodal_gen.runtime.loader.component_loader import (
     DTYPES,
     ComponentLoader,
@@ -60,7 +61,10 @@ def transformer(
     params = params_from_config(params_class, loader.config("transformer"))
     backend = resolve_attention_backend(args.attention_backend, loader.device, dtype)
     attention = make_attention(backend, loader.parallel.ulysses)
-    return loader.dit(lambda: make(params, attention), dtype)
+    if not args.dit_layerwise_offload or loader.device.type == "cpu":
+        return loader.dit(lambda: make(params, attention), dtype)
+    host = replace(loader, device=torch.device("cpu"))
+    return offload_blocks(host.dit(lambda: make(params, attention), dtype), loader.device)
 
 
 def scheduler(loader: ComponentLoader) -> FlowMatchEulerConfig:

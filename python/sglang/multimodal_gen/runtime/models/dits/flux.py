@@ -187,6 +187,10 @@ class FluxTransformer2DModel(nn.Module):
         yield from (block.norm for block in self.single_transformer_blocks)
         yield self.norm_out
 
+    def hoisted_layers(self) -> Iterator[nn.Linear]:
+        """Layers of blocks that run before them: those that make the modulation rows."""
+        return (norm.linear for norm in self.norms())
+
 
 class FluxTimeTextEmbed(nn.Module):
     """Conditioning vector: timestep (+ guidance) + pooled text."""

@@ -21,6 +21,7 @@ from sglang.kernels.ops.diffusion.fused_ln_modulate import (
 )
 from sglang.kernels.ops.diffusion.quality_gate import QualityGatedFusion
 from sglang.multimodal_gen.runtime.distributed.parallel_state import SINGLE, ParallelState
+from sglang.multimodal_gen.runtime.layers.layerwise_offload import is_offloaded
 from sglang.multimodal_gen.runtime.models.schedulers.flow_match_euler import euler_step
 from sglang.multimodal_gen.runtime.pipelines.forward_graphs import ForwardGraphs
 from sglang.multimodal_gen.runtime.pipelines.stages.checks import require_finite
@@ -124,6 +125,7 @@ class DenoisingStage:
         """The transformer, from the second step on as a CUDA graph where that pays."""
         layout = self.parallel.layout
         plain = layout.ulysses == layout.tp == 1 and not self._compiled
+        plain = plain and not is_offloaded(self.transformer)
         if self.device.type != "cuda" or not plain:
             return self.transformer(*args)
         return self._graphs(self._mounted_fusions, *args)
