@@ -83,6 +83,8 @@ def prior_calls() -> dict[str, Callable[[], object]]:
 
 @torch.inference_mode()
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("memcheck: got no CUDA GPU, expected one; run it on a machine that has it")
     x, update = normal(1, ROWS, HIDDEN), normal(1, ROWS, HIDDEN)
     shift, scale, gate = normal(1, 3 * HIDDEN).chunk(3, dim=1)
     weight, bias = normal(2 * HIDDEN, HIDDEN), normal(2 * HIDDEN)

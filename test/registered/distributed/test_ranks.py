@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from dataclasses import fields
@@ -156,6 +157,10 @@ def test_a_site_that_ran_eager_on_another_rank_alone_is_told(two, caplog, monkey
         two.generate("a", seed=1, **SMALL)
     told = [r.getMessage() for r in caplog.records if "rank 1 ran" in r.getMessage()]
     assert any("rank 1 ran ernie.norm_scale_shift eagerly: the kernel does" in t for t in told)
+
+
+def test_the_callers_tracebacks_stay_as_they_are(two):
+    assert "distributed" not in getattr(sys.excepthook, "__module__", "")
 
 
 def test_one_process_has_one_group_of_ranks(two, folder):

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,7 @@ from sglang.multimodal_gen.runtime.managers.errors import (
 )
 from sglang.multimodal_gen.runtime.managers.messages import GenerateReply, Progress
 from sglang.multimodal_gen.runtime.managers.repeated_requests import MAX_DEATHS
-from sglang.multimodal_gen.runtime.managers.replica import ReplicaInfo
+from sglang.multimodal_gen.runtime.managers.replica import Replica, ReplicaInfo
 from sglang.multimodal_gen.runtime.managers.replica_cluster import ClusterStatus, check_reachable
 from sglang.multimodal_gen.runtime.managers.replicated_engine import ReplicatedEngine
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -244,3 +245,19 @@ def test_an_address_where_no_cluster_is_ends_the_start_at_once():
             check_reachable(address)
         free.listen()
         check_reachable(address)
+
+
+class LostEngine:
+    """An engine whose worker is gone; closed, it says so instead."""
+
+    state, detail = EngineState.RESTARTING, "the worker ended with SIGKILL"
+
+    async def close(self):
+        self.detail = "the engine was closed"
+
+
+def test_a_replica_keeps_saying_why_its_worker_is_gone():
+    replica = SimpleNamespace(_engine=LostEngine(), _lost=None)
+    for _ in range(2):
+        with pytest.raises(EngineUnavailable, match="ended with SIGKILL"):
+            asyncio.run(Replica.check_health(replica))

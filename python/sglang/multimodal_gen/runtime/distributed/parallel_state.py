@@ -5,6 +5,7 @@ built; `SINGLE` is the only rank's, whose axes run no collective. Every collecti
 given to `join`.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,6 +107,7 @@ def join(
     on_gpu = device.type == "cuda"
     # NCCL's own watchdog ends the whole process: rank 0, which has the same time-out, comes first.
     timeout = timedelta(seconds=2 * timeout_s if on_gpu else timeout_s)
+    hook = sys.excepthook
     dist.init_process_group(
         backend="nccl" if on_gpu else "gloo",
         store=dist.FileStore(store_file, layout.world),
@@ -114,6 +116,7 @@ def join(
         timeout=timeout,
         device_id=device if on_gpu else None,
     )
+    sys.excepthook = hook  # torch's prefixes the caller's tracebacks, once more for every group
     return ParallelState(rank, layout, **_axes(rank, layout, timeout))
 
 

@@ -38,6 +38,7 @@ class Replica:
 
     async def __init__(self, args: ServerArgs, request_timeout: float) -> None:
         self._engine = EngineClient(args, max_queue=ONGOING, request_timeout=request_timeout)
+        self._lost: str | None = None  # why the worker is gone
         await self._engine.start()
         try:
             await self._engine.wait_ready()
@@ -73,10 +74,11 @@ class Replica:
 
     async def check_health(self) -> None:
         """Called by Ray Serve. Raises once the worker is gone; no second one is started here."""
-        if self._engine.state is not EngineState.READY:
-            reason = self._engine.detail
+        if self._lost is None and self._engine.state is not EngineState.READY:
+            self._lost = self._engine.detail
             await self._engine.close()
-            raise EngineUnavailable(reason)
+        if self._lost is not None:
+            raise EngineUnavailable(self._lost)
 
     async def about(self) -> ReplicaInfo:
         """Where it runs, and with what."""
