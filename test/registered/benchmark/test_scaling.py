@@ -5,7 +5,7 @@ import collective_rank
 import pytest
 import scaling_model
 from collective_rank import Shapes
-from scaling_model import Exchanges, step_ms
+from scaling_model import HOST_MS, Exchanges, step_ms
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -34,12 +34,17 @@ def test_a_step_is_shared_out_and_exchanges_are_added():
         {("flux1-dev", "exchange", 2): 100.0, ("ernie-image", "guidance", 2): 50.0}
     )
     assert step_ms("flux1-dev", 120.0, 1, measured) == ("single", 120.0)
-    layout, ms = step_ms("flux1-dev", 120.0, 2, measured)
-    assert layout == "ulysses2" and ms == pytest.approx(60 + 57 * 0.1)
+    layout, ms = step_ms("flux1-dev", 240.0, 2, measured)
+    assert layout == "ulysses2" and ms == pytest.approx(120 + 57 * 0.1)
     layout, ms = step_ms("ernie-image", 200.0, 2, measured)
     assert layout == "cfg2" and ms == pytest.approx(200 * 4216 / 8313 + 0.05)
     layout, _ = step_ms("glm-image", 200.0, 8, NOTHING_MEASURED)
     assert layout == "cfg2+ulysses4"
+
+
+def test_a_cut_forward_is_never_faster_than_its_launches():
+    assert step_ms("flux1-dev", 120.0, 2, NOTHING_MEASURED)[1] == pytest.approx(57 * HOST_MS)
+    assert step_ms("flux1-dev", 120.0, 1, NOTHING_MEASURED)[1] == 120.0
 
 
 @pytest.mark.parametrize("name", scaling_model.MODELS)
