@@ -135,10 +135,12 @@ def test_layers_that_run_before_or_within_their_block_have_turns_of_their_own():
     assert torch.equal(model(x), expected[0])
 
 
-def test_the_high_tier_says_why_it_is_not_mounted_and_no_graph_is_captured(tmp_path):
+def test_no_high_tier_no_lora_and_no_graph(tmp_path):
     write_tiny_flux(tmp_path, guidance_embeds=True)
     with DiffGenerator.from_pretrained(tmp_path, device="cpu") as generator:
         transformer = offload_blocks(generator.transformer, CPU)
+        with pytest.raises(InvalidParameter, match="lora_path: .*dit_layerwise_offload"):
+            generator.set_lora("style", tmp_path)
     with mounted_tier(transformer, "high") as mounted:
         assert all(mounted.values())
     stage = DenoisingStage(offload_blocks(Model(4), CPU), True, torch.device("cuda"))

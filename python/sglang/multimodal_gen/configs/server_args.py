@@ -150,9 +150,7 @@ class ServerArgs:
         wanted = {"num_gpus": 1, "lora_path": None} | dict.fromkeys(COMPILING, False)
         clashes = [name for name, only in wanted.items() if getattr(self, name) != only]
         clashes += ["device"] if self.device == "cpu" else []
-        for name in clashes:
-            raise InvalidParameter(
-                "dit_layerwise_offload",
-                f"got True with {name}={getattr(self, name)!r}, expected another {name};"
-                " drop one of the two",
-            )
+        if clashes:
+            got = f"got True with {clashes[0]}={getattr(self, clashes[0])!r}"
+            text = f"{got}, expected another {clashes[0]}; drop one of the two"
+            raise InvalidParameter("dit_layerwise_offload", text)

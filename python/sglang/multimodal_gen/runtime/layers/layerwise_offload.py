@@ -19,12 +19,11 @@ ALIGNMENT = 256  # bytes, as the allocator's
 
 
 def offload_blocks(transformer: nn.Module, device: torch.device) -> nn.Module:
-    """The transformer, whose blocks (the elements of its module lists) take turns on `device` and
+    """The transformer, whose blocks take turns on `device` and
     all else of which stays there. Layers of blocks that run before them, which a transformer names
     in `hoisted_layers`, have turns of their own. Between its turns a weight is empty."""
     pack_projections(transformer)
-    lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
-    blocks = [block for blocks in lists for block in blocks]
+    blocks = blocks_of(transformer)
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     for tensor in (*transformer.parameters(), *transformer.buffers()):
         if id(tensor) not in inside:
@@ -33,6 +32,12 @@ def offload_blocks(transformer: nn.Module, device: torch.device) -> nn.Module:
     early = [layer for layer in hoisted if id(next(layer.parameters())) in inside]
     transformer.layerwise_offload = LayerwiseOffload([*early, *blocks], device)
     return transformer
+
+
+def blocks_of(transformer: nn.Module) -> list[nn.Module]:
+    """The elements of its module lists, in the order in which they run."""
+    lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
+    return [block for blocks in lists for block in blocks]
 
 
 def is_offloaded(transformer: nn.Module) -> bool:

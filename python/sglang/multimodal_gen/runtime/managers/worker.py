@@ -13,6 +13,7 @@ from sglang.multimodal_gen.configs.server_args import ServerArgs
 from sglang.multimodal_gen.configs.validation import rejected
 from sglang.multimodal_gen.report import fused_sites
 from sglang.multimodal_gen.runtime.distributed.parallel_state import SINGLE
+from sglang.multimodal_gen.runtime.layers.layerwise_offload import blocks_of, is_offloaded
 from sglang.multimodal_gen.runtime.loader.component_loader import ComponentLoader, quiet_libraries
 from sglang.multimodal_gen.runtime.loader.lora import lora_file
 from sglang.multimodal_gen.runtime.loader.lora_merge import MergedLoras
@@ -36,7 +37,7 @@ from sglang.multimodal_gen.runtime.pipelines.base import LoadProgress, Pipeline
 from sglang.multimodal_gen.runtime.pipelines.diffusers_pipeline import build_diffusers
 from sglang.multimodal_gen.runtime.pipelines.parallel_denoising import lead_ranks
 from sglang.multimodal_gen.runtime.pipelines.registry import PIPELINES
-from sglang.multimodal_gen.runtime.pipelines.stages.denoising import tier_sites
+from sglang.multimodal_gen.runtime.pipelines.stages.denoising import count_tier_sites
 from sglang.multimodal_gen.runtime.pipelines.stages.state import (
     BatchState,
     ImageState,
@@ -75,6 +76,7 @@ class Worker:
             raise
         self.spec = self.pipeline.spec
         self._loras = MergedLoras(self.pipeline.transformer)
+        self._tier_sites = count_tier_sites(self.pipeline.transformer)
         if args.lora_path is not None:
             self.set_lora(DEFAULT_LORA, args.lora_path, 1.0)
 
@@ -103,6 +105,8 @@ class Worker:
         if pipeline.backend != "sglang" or pipeline.layout.world > 1:
             expected = "None: LoRA needs this package's own model on one GPU"
             raise rejected("lora_path", path, expected)
+        if is_offloaded(pipeline.transformer):
+            raise rejected("lora_path", path, "None with dit_layerwise_offload")
         self._loras.merge(nickname, path, strength)
         pipeline.loras = tuple(lora.describe() for lora in self._loras)
 
@@ -133,7 +137,7 @@ class Worker:
             images=tuple(map(_image_output, images)),
             stage_seconds=seconds,
             mounted=batch.mounted,
-            sites=fused_sites(batch.mounted, tier_sites(self.pipeline.transformer)),
+            sites=fused_sites(batch.mounted, self._tier_sites),
             peak_memory_mb=self._peak_memory_mb(),
         )
 
@@ -158,11 +162,11 @@ def _build(
 
 
 def _compile(transformer: torch.nn.Module, regional: bool) -> None:
-    """At its first forward; `regional`: each block of its lists alone, equal ones once."""
-    lists = [part for part in transformer.children() if isinstance(part, torch.nn.ModuleList)]
-    if regional and not lists:
+    """At its first forward; `regional`: each of its blocks alone, equal ones once."""
+    modules = blocks_of(transformer) if regional else [transformer]
+    if not modules:
         raise rejected("regional_compile", True, "False: this model's transformer has no blocks")
-    for module in [block for part in lists for block in part] if regional else [transformer]:
+    for module in modules:
         module.compile()
 
 

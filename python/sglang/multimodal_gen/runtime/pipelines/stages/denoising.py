@@ -124,8 +124,7 @@ class DenoisingStage:
     def _forward(self, *args: Any) -> torch.Tensor:
         """The transformer, from the second step on as a CUDA graph where that pays."""
         layout = self.parallel.layout
-        plain = layout.ulysses == layout.tp == 1 and not self._compiled
-        plain = plain and not is_offloaded(self.transformer)
+        plain = layout.ulysses == layout.tp == 1 and not self._changes_by_itself
         if self.device.type != "cuda" or not plain:
             return self.transformer(*args)
         return self._graphs(self._mounted_fusions, *args)
@@ -137,10 +136,11 @@ class DenoisingStage:
         )
 
     @functools.cached_property
-    def _compiled(self) -> bool:
-        """Whether torch.compile has the transformer, or a part of it."""
+    def _changes_by_itself(self) -> bool:
+        """Whether torch.compile has a part of the transformer, or its weights move about."""
         modules = self.transformer.modules()
-        return any(module._compiled_call_impl is not None for module in modules)
+        compiled = any(module._compiled_call_impl is not None for module in modules)
+        return compiled or is_offloaded(self.transformer)
 
     @functools.cached_property
     def _tier_sites(self) -> list[tuple[QualityGatedFusion, list[torch.nn.Module]]]:
@@ -154,7 +154,7 @@ class DenoisingStage:
         return torch.full([1], scale, device=self.device, dtype=torch.float32)
 
 
-def tier_sites(transformer: torch.nn.Module) -> dict[str, int]:
+def count_tier_sites(transformer: torch.nn.Module) -> dict[str, int]:
     """Fusion of the high tier -> modules that are marked for it."""
     return {
         name: sum(1 for _ in gate.iter_sites(transformer)) for name, (gate, *_) in HIGH_TIER.items()
