@@ -29,7 +29,7 @@ RESULTS = ROOT / "benchmark" / "results"
 LINK_GBPS = 350.0  # assumed: NVLink of an H200, one way, 450 at most
 COPY_TBPS = 2.5  # assumed: strided copies; plain ones reach 4.2
 LATENCY_US = 25.0  # assumed: of one collective, twice a layer
-HOST_MS = 78 / 57  # a layer's launches where no CUDA graph replays them: 78 ms a FLUX.1 forward
+HOST_MS = 78 / 57  # a layer's launches where no graph replays them: FLUX.1's steps on 2 and 4 GPUs
 SWAP_US = 60.0  # assumed: of two velocities of 0.5 MB
 COUNTS = (1, 2, 4, 8)
 
