@@ -48,13 +48,14 @@ def write_result_file(path: Path, body: dict[str, Any], num_gpus: int | None = N
 
 def check_result_file(path: Path) -> None:
     """Raise ValueError where `write_result_file` would fail; comes before the work, not after."""
+    from sglang.multimodal_gen.runtime.entrypoints.image_files import check_output_file
+
     package_commit()
-    if path.is_dir():
-        raise ValueError(f"--json: got the folder {path}, expected a file name")
+    check_output_file("--json", path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
-            pass
+            pass  # permissions alone do not tell: /proc has them, and takes no file
     except OSError as error:
         raise ValueError(
             f"--json: got {path}, expected a folder that can be written to ({error.strerror})"

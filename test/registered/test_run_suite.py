@@ -217,7 +217,7 @@ def test_filter_and_list_choose_files(write, tmp_path):
         (["--suite", "toy", "--filter", "zz"], "'zz'"),
         (["--suite", "toy", "--jobs", "-1"], "--jobs: got -1, expected at least 1"),
         (["--suite", "toy", "--json", "/proc/none/x.json"], "expected a folder that can be"),
-        (["--suite", "toy", "--json", "/proc"], "got the folder /proc, expected a file name"),
+        (["--suite", "toy", "--json", "/proc"], "got '/proc', expected a file name"),
     ],
 )
 def test_a_wrong_choice_exits_2_before_any_test(write, tmp_path, arguments, complaint):
