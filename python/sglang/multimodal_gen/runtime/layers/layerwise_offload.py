@@ -3,7 +3,7 @@
 Two buffers of the largest block's size are all that the blocks take there. While one block
 computes, the weights of the next are copied into the other buffer by a stream of their own.
 
-diffusers' group offloading would not do: it also takes away, between forwards, the layers outside of
+diffusers' group offloading would not do: between forwards it also takes away the layers outside of
 the blocks, which GLM-Image's conditioning and FLUX.1's modulation rows run there, and it copies
 weights one by one, which parts the packed projections.
 """
