@@ -134,8 +134,13 @@ def fused_ln_modulate_active(module: nn.Module) -> bool:
 
 
 def _parameters_reject_reason(module: nn.Module) -> str | None:
-    """Parameters tell where activations will be, and in which dtype; none tells nothing."""
-    parameters = list(module.parameters())
-    if not parameters or any(p.is_cuda and p.dtype in DTYPES for p in parameters):
+    """Parameters tell where activations will be, and in which dtype; none tells nothing.
+
+    Sites without parameters ask for their root's, once each and at every mount: the first that
+    fits ends the walk.
+    """
+    if any(p.is_cuda and p.dtype in DTYPES for p in module.parameters()):
+        return None
+    if next(module.parameters(), None) is None:
         return None
     return f"{type(module).__name__} has no float16 or bfloat16 parameter on a GPU"

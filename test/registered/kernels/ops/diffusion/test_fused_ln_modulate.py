@@ -87,6 +87,26 @@ def test_without_any_parameter_the_predicate_alone_decides():
     assert mount_fused_ln_modulate(site) is True and fused_ln_modulate_active(site)
 
 
+def test_a_mount_does_not_walk_all_parameters_for_every_site(monkeypatch):
+    """FLUX.1 has 115 sites and 780 parameters, and is mounted for every request."""
+    seen = []
+
+    class Fits:
+        is_cuda, dtype = True, BF16
+
+    def parameters(self):
+        for _ in range(780):
+            seen.append(self)
+            yield Fits()
+
+    root = nn.Sequential(*(nn.Identity() for _ in range(115)))
+    for site in root:
+        mark_fused_ln_modulate_site(site)
+    monkeypatch.setattr(nn.Sequential, "parameters", parameters)
+    assert mount_fused_ln_modulate(root) is True
+    assert len(seen) <= 2 * 115
+
+
 def test_a_root_without_sites_is_not_mounted():
     assert mount_fused_ln_modulate(nn.Linear(2, 2)) is False
     assert "no module is marked" in FUSED_LN_MODULATE.last_reject
