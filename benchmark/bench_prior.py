@@ -49,7 +49,6 @@ def main() -> int:
         bench = PriorBench.load(device, args.height, args.width, args.tokens)
         arms = {
             "graph": lambda: bench.graph(args.runs),
-            "graph, plain launches": lambda: bench.graph(1, dependent=False),
             "eager": bench.eager,
             "plain": bench.plain,
             "transformers": bench.transformers,

@@ -3,8 +3,8 @@
 python benchmark/kernels/gemv_sweep.py
 
 A row is one launch out of a CUDA graph of many, each on weights of its own, as in a decode step:
-so L2 is cold and neighbours overlap as they do there. The times choose `tile` in `gemv.py`. The
-percentage is of the copy ceiling of this process.
+so L2 is cold. The times choose `tile` in `gemv.py`. The percentage is of the copy ceiling of this
+process.
 """
 
 import itertools
@@ -20,7 +20,6 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from timing import copy_ceiling_tbps  # noqa: E402
 
-from sglang.kernels.ops.diffusion.triton.dependent_launch import dependent_launch  # noqa: E402
 from sglang.kernels.ops.diffusion.triton.gemv import launch_gemv, launch_gemv_swiglu  # noqa: E402
 
 SHAPES = {"o": (4096, 4096), "down": (4096, 13696), "gate_up": (27392, 4096)}
@@ -73,7 +72,7 @@ def products(name: str, columns: int) -> Iterator[tuple[str, Product]]:
 
 
 def report(name: str, rows: int, columns: int) -> None:
-    """The fastest tiles, the fastest launched plainly, and cuBLAS (for gate_up: no activation)."""
+    """The fastest tiles and cuBLAS (for gate_up: no activation)."""
     size = 2 * rows * columns
     weights = [
         torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
@@ -84,8 +83,6 @@ def report(name: str, rows: int, columns: int) -> None:
     times = {label: chain_us(product, weights, x) for label, product in candidates.items()}
     fastest = sorted(times, key=times.get)[:8]
     shown = [(label, times[label]) for label in fastest]
-    with dependent_launch(False):
-        shown.append(("plain: " + fastest[0], chain_us(candidates[fastest[0]], weights, x)))
     shown.append(("cuBLAS", chain_us(F.linear, weights, x)))
     for label, us in shown:
         rate = size / us / 1e3

@@ -3,8 +3,8 @@
 python benchmark/kernels/prior_step_sweep.py
 
 A row is a step out of the step's own graph, with a cache that is half full: what the kernels of a
-step hide from each other, which `gemv_sweep.py` cannot see. The times choose AHEAD and `tile` in
-`gemv.py`. A variant names what differs from there, a tile by the shape of its matrix.
+step hide from each other, which `gemv_sweep.py` cannot see. The times choose `tile` in `gemv.py`.
+A variant names what differs from there, a tile by the shape of its matrix.
 """
 
 import contextlib
@@ -36,30 +36,27 @@ def made(rows: int, columns: int, warps: int, unroll: int = 1) -> dict[str, int]
     return {"BLOCK_N": rows, "BLOCK_K": columns, "UNROLL": unroll, "num_warps": warps}
 
 
-VARIANTS: dict[str, tuple[int, Tiles]] = {
-    "as it is": (gemv.AHEAD, {}),
-    "AHEAD 0": (0, {}),
-    "AHEAD 320": (320, {}),
-    "AHEAD 1280": (1280, {}),
-    "down 4 x 2048 in a loop, 8 warps": (gemv.AHEAD, {DOWN: made(4, 2048, 8, 2)}),
-    "down 2 x 4096 in a loop, 8 warps": (gemv.AHEAD, {DOWN: made(2, 4096, 8, 2)}),
-    "down 2 x 16384, 8 warps": (gemv.AHEAD, {DOWN: made(2, 16384, 8)}),
-    "down 2 x 16384, 16 warps": (gemv.AHEAD, {DOWN: made(2, 16384, 16)}),
-    "o, qkv 2 x 4096, 4 warps": (gemv.AHEAD, dict.fromkeys((O, QKV), made(2, 4096, 4))),
-    "o, qkv 4 x 4096, 8 warps": (gemv.AHEAD, dict.fromkeys((O, QKV), made(4, 4096, 8))),
-    "gate_up 4 x 4096, 8 warps": (gemv.AHEAD, {GATE_UP: made(4, 4096, 8)}),
+VARIANTS: dict[str, Tiles] = {
+    "as it is": {},
+    "down 4 x 2048 in a loop, 8 warps": {DOWN: made(4, 2048, 8, 2)},
+    "down 2 x 4096 in a loop, 8 warps": {DOWN: made(2, 4096, 8, 2)},
+    "down 2 x 16384, 8 warps": {DOWN: made(2, 16384, 8)},
+    "down 2 x 16384, 16 warps": {DOWN: made(2, 16384, 16)},
+    "o, qkv 2 x 4096, 4 warps": dict.fromkeys((O, QKV), made(2, 4096, 4)),
+    "o, qkv 4 x 4096, 8 warps": dict.fromkeys((O, QKV), made(4, 4096, 8)),
+    "gate_up 4 x 4096, 8 warps": {GATE_UP: made(4, 4096, 8)},
 }
 
 
 @contextlib.contextmanager
-def constants(ahead: int, tiles: Tiles) -> Iterator[None]:
+def constants(tiles: Tiles) -> Iterator[None]:
     """These launch constants in the block."""
     usual = gemv.tile
 
     def tile(rows: int, columns: int) -> dict[str, int]:
         return tiles.get((rows, columns)) or usual(rows, columns)
 
-    with patch.object(gemv, "AHEAD", ahead), patch.object(gemv, "tile", tile):
+    with patch.object(gemv, "tile", tile):
         yield
 
 
@@ -82,11 +79,11 @@ def sweep(bench: PriorBench) -> None:
     ids = bench.inputs["input_ids"]
     with glm_image_ar.sdpa(ids.device):
         state = bench.decoder.start(ids, bench.grids, bench.noise)
-        for name, variant in VARIANTS.items():
+        for name, tiles in VARIANTS.items():
             state.step.fill_(HALF_FULL)
             state.slot.fill_(ids.shape[1] + HALF_FULL)
             try:
-                with constants(*variant):
+                with constants(tiles):
                     print(f"{step_us(bench, state):9.1f} us  {name}", flush=True)
             except Exception:  # shown, and the other variants still run
                 traceback.print_exc()

@@ -28,7 +28,7 @@ from sglang.test.reduction_models import aten_sum_of_squares
 KERNELS = (decode_attention_kernels, gemv_kernels, residual_rmsnorm_kernels, rms_sum,
            sample_token_kernels)  # fmt: skip
 EPS = np.float32(1e-5)
-TILE = {"BLOCK_N": 4, "BLOCK_K": 256, "UNROLL": 1, "AHEAD": 0, "PDL": False}
+TILE = {"BLOCK_N": 4, "BLOCK_K": 256, "UNROLL": 1}
 RULES = [(0.9, 0, 0.75), (1.3, 5, 0.9), (1.0, 50, 1.0), (1.0, 1, 1.0), (1.0, 0, 0.0), (0.7, 0, 0.3)]
 
 
@@ -75,11 +75,10 @@ def check_attention(queries: int, heads: int, size: int, slot: int, slots: int =
     out = unwritten(queries * size)
     decode_attention_kernels.decode_attention_kernel[(chunks, heads)](
         qkv, *rope, new_keys, new_values, place, partial, peak, mass, size**-0.5, SLOTS=slots,
-        HEADS=heads, E=size, PDL=False, **attention._group(queries // heads),
+        HEADS=heads, E=size, **attention._group(queries // heads),
     )  # fmt: skip
     decode_attention_kernels.combine_chunks_kernel[(queries,)](
-        partial, peak, mass, place, out, QUERIES=queries, E=size, PDL=False,
-        **attention._chunks(chunks),
+        partial, peak, mass, place, out, QUERIES=queries, E=size, **attention._chunks(chunks),
     )  # fmt: skip
     expected = attention.decode_attention_reference(qkv, *rope, keys, values, place)
     assert torch.equal(keys, new_keys) and torch.equal(values, new_values), (queries, slot)
@@ -95,7 +94,7 @@ def check_norm(width: int) -> None:
     x, update, update_weight, weight = torch.randn(4, width)
     total, out = unwritten(width), unwritten(width)
     residual_rmsnorm_kernels.residual_rmsnorm_kernel[(1,)](
-        x, update, update_weight, weight, total, out, float(EPS), width, HAS_UPDATE=True, PDL=False
+        x, update, update_weight, weight, total, out, float(EPS), width, HAS_UPDATE=True
     )
     expected = x.numpy() + normed(update.numpy(), update_weight.numpy())
     assert np.array_equal(total.numpy(), expected), width
@@ -115,7 +114,7 @@ def check_sampler(size: int, rule: tuple[float, int, float]) -> None:
     )
     sample_token_kernels.sample_token_kernel[(1,)](
         logits, noise, *ours, 1 / temperature, 1 - top_p, V=size, TOP_K=top_k,
-        TOP_P=top_p < 1, GREEDY=False, BLOCK_V=1 << (size - 1).bit_length(), PDL=False,
+        TOP_P=top_p < 1, GREEDY=False, BLOCK_V=1 << (size - 1).bit_length(),
     )  # fmt: skip
     sample_token_reference(logits, noise, *theirs, *rule)
     assert all(map(torch.equal, ours, theirs)), (size, rule)

@@ -6,7 +6,6 @@ from elementwise_checks import HALF_DTYPES, assert_same_bits, poison
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sglang.kernels.ops.diffusion.triton import gemv as module
-from sglang.kernels.ops.diffusion.triton.dependent_launch import dependent_launch, launch_options
 from sglang.kernels.ops.diffusion.triton.gemv import (
     can_use_gemv,
     can_use_gemv_qkv,
@@ -113,10 +112,6 @@ def test_fakes():
         assert gemv_swiglu(x, weight).shape == (1, 1, 4)
 
 
-def test_nothing_is_launched_dependently_without_a_gpu():
-    assert launch_options(torch.device("cpu")) == {"PDL": False}
-
-
 # --- on the GPU ----------------------------------------------------------------------------------
 
 
@@ -170,26 +165,6 @@ def test_every_run_gives_the_same_bits():
         graph.replay()
         for out, want in zip(captured, expected, strict=True):
             assert_same_bits(out, want)
-    with dependent_launch(False):
-        assert_same_bits(gemv(x, weights[0]), expected[0])
-
-
-@pytest.mark.cuda
-def test_a_chain_waits_for_the_vector_before_it():
-    """Each product reads what the one before wrote, while its own weights load ahead."""
-    weights = [normal(4096, 4096, seed=i, scale=0.015) for i in range(12)]
-    x = normal(1, 1, 4096)
-
-    def chain():
-        y = x
-        for weight in weights:
-            y = gemv(y, weight)
-        return y
-
-    with dependent_launch(False):
-        expected = chain()
-    for _ in range(20):
-        assert_same_bits(chain(), expected)
 
 
 @pytest.mark.cuda

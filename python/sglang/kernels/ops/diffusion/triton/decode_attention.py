@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 
 from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
-from sglang.kernels.ops.diffusion.triton.dependent_launch import launch_options
 from sglang.kernels.registration import describe, register_op, wants_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -139,15 +138,14 @@ def _launch(
     out = qkv.new_empty(*qkv.shape[:-1], queries * head_dim)
     partial = torch.empty(chunks, queries, head_dim, device=qkv.device)
     peak, mass = torch.empty(2, chunks, queries, device=qkv.device)
-    pdl = launch_options(qkv.device)
     with torch.cuda.device(qkv.device):
         kernels.decode_attention_kernel[(chunks, heads)](
             qkv, *rope, keys, values, slot, partial, peak, mass, head_dim**-0.5, SLOTS=slots,
-            HEADS=heads, E=head_dim, num_warps=ATTENTION_WARPS, **_group(queries // heads), **pdl,
+            HEADS=heads, E=head_dim, num_warps=ATTENTION_WARPS, **_group(queries // heads),
         )  # fmt: skip
         kernels.combine_chunks_kernel[(queries,)](
             partial, peak, mass, slot, out, QUERIES=queries, E=head_dim, num_warps=COMBINE_WARPS,
-            **_chunks(chunks), **pdl,
+            **_chunks(chunks),
         )  # fmt: skip
     return out
 
@@ -207,8 +205,8 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str
     """(kernel, signature, constexprs, options) of GLM-Image's prior, to compile without a GPU."""
     from sglang.kernels.ops.diffusion.triton import decode_attention_kernels as kernels
 
-    attention = {"SLOTS": 1536, "HEADS": 2, "E": 128, "PDL": False} | _group(16)
-    combine = {"QUERIES": 32, "E": 128, "PDL": False} | _chunks(24)
+    attention = {"SLOTS": 1536, "HEADS": 2, "E": 128} | _group(16)
+    combine = {"QUERIES": 32, "E": 128} | _chunks(24)
     return [
         (kernel, _types(kernel), constants, {"num_warps": warps})
         for kernel, constants, warps in (

@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from sglang.kernels.ops.diffusion.triton.dependent_launch_kernels import begin, prefetch
 from sglang.kernels.ops.diffusion.triton.ptx import add_rn, mul_rn, round_to, widen
 
 
@@ -37,26 +36,19 @@ def decode_attention_kernel(
     E: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """One program = CHUNK slots of one key head, for the GROUP queries that share it.
 
     Grid (chunks, key heads). The program of the new slot rotates the new key, attends to it and
     writes it and the new value into the cache; no other program uses that slot. Whatever has an
     address without the slot is loaded beside it, as the kernel is a chain of waits for memory:
-    also slots that are not filled, which are then left out. Before the kernel's own wait the cache
-    may only be brought to L2, for a kernel before might still write it.
+    also slots that are not filled, which are then left out.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     e = tl.arange(0, E)
     partner = tl.load(partner_ptr + e).to(tl.int32)
     slots = chunk * CHUNK + tl.arange(0, CHUNK)
     cached = (head * SLOTS + slots)[:, None] * E + e[None, :]
-    if PDL:
-        lines = (head * SLOTS + chunk * CHUNK) * E + tl.arange(0, CHUNK * E // 64) * 64
-        prefetch(keys_ptr + lines)
-        prefetch(values_ptr + lines)
-    begin(PDL)
     slot = tl.load(slot_ptr)
     g = tl.arange(0, BLOCK_G)
     in_group = (g < GROUP)[:, None]
@@ -107,10 +99,8 @@ def combine_chunks_kernel(
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STEP_C: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """One program = one query head: the chunks' outputs, weighted, in the order of the chunks."""
-    begin(PDL)
     head, e = tl.program_id(0), tl.arange(0, E)
     chunks = tl.load(slot_ptr) // CHUNK + 1
     c = tl.arange(0, BLOCK_C)

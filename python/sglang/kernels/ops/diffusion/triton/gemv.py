@@ -25,14 +25,10 @@ import torch
 import torch.nn.functional as F
 
 from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
-from sglang.kernels.ops.diffusion.triton.dependent_launch import launch_options
 from sglang.kernels.registration import describe, register_op, wants_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
 VECTOR = 8  # elements of a 16-byte load
-# A program asks for the tile of the one so many places after it. About as many run at once on an
-# H200 (5 on each of 132 processors), so it is the next wave's; no result depends on it.
-AHEAD = 640
 
 
 def gemv_reference(
@@ -118,11 +114,6 @@ def tile(rows: int, columns: int) -> dict[str, int]:
     return {"BLOCK_N": 4, "BLOCK_K": 2048, "UNROLL": 2, "num_warps": 8}
 
 
-def _ahead(columns: int, constants: dict[str, int]) -> int:
-    """A program that loops over its rows is never short of work, so none asks ahead there."""
-    return AHEAD if columns <= constants["BLOCK_K"] else 0
-
-
 def _gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if not can_use_gemv(x, weight, bias):
         raise ValueError(_rejection("gemv", x=x, weight=weight))
@@ -140,8 +131,7 @@ def launch_gemv(
     with torch.cuda.device(x.device):
         gemv_kernel[(-(-rows // constants["BLOCK_N"]),)](
             x, weight, weight if bias is None else bias, out, N=rows, K=columns,
-            HAS_BIAS=bias is not None, AHEAD=_ahead(columns, constants), **constants,
-            **launch_options(x.device),
+            HAS_BIAS=bias is not None, **constants,
         )  # fmt: skip
     return out
 
@@ -174,8 +164,7 @@ def launch_gemv_qkv(
     with torch.cuda.device(x.device):
         gemv_qkv_kernel[(rows // constants["BLOCK_N"],)](
             x, q, k, v, *(biases or (q, k, v)), out, NQ=len(q), NK=len(k), K=q.shape[1],
-            HAS_BIAS=bool(biases), AHEAD=_ahead(q.shape[1], constants), **constants,
-            **launch_options(x.device),
+            HAS_BIAS=bool(biases), **constants,
         )  # fmt: skip
     return out
 
@@ -198,8 +187,7 @@ def launch_gemv_swiglu(
     out = x.new_empty(*x.shape[:-1], values)
     with torch.cuda.device(x.device):
         gemv_swiglu_kernel[(-(-values // constants["BLOCK_N"]),)](
-            x, weight, out, N=values, K=columns, AHEAD=_ahead(columns, constants), **constants,
-            **launch_options(x.device),
+            x, weight, out, N=values, K=columns, **constants,
         )  # fmt: skip
     return out
 
@@ -287,6 +275,5 @@ def _aot(
 ) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]:
     warps = {"num_warps": constants["num_warps"]}
     known = {k: v for k, v in constants.items() if k != "num_warps"} | sizes
-    known |= {"AHEAD": _ahead(sizes["K"], constants), "PDL": False}
     signature = {name: "constexpr" if name in known else "*bf16" for name in kernel.arg_names}
     return kernel, signature, known, warps

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
-from sglang.kernels.ops.diffusion.triton.dependent_launch_kernels import begin, prefetch
 from sglang.kernels.ops.diffusion.triton.ptx import add_rn, div_rn, mul_rn, round_to, widen
 
 
@@ -18,27 +17,14 @@ def _row_dots(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     rows: tl.tensor,
-    later_rows: tl.tensor,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> tl.tensor:
-    """fp32 `[R]` dot products of x `[K]` and the rows `[R]` of weight `[., K]`.
-
-    The first tile of the weight is on its way before the kernels that write x have ended, and so
-    is that of the program AHEAD of this one, which has no place on the GPU yet: to L2.
-    """
+    """fp32 `[R]` dot products of x `[K]` and the rows `[R]` of weight `[., K]`."""
     cols = tl.arange(0, BLOCK_K)[None, :]
     tile = weight_ptr + rows.to(tl.int64)[:, None] * K + cols
     first = tl.load(tile, mask=cols < K, other=0.0, eviction_policy="evict_first")
-    if PDL and AHEAD:
-        place = tl.program_id(0)
-        if (place < AHEAD) & (place + AHEAD < tl.num_programs(0)):
-            lines = tl.arange(0, BLOCK_K // 64)[None, :] * 64 % K
-            prefetch(weight_ptr + later_rows.to(tl.int64)[:, None] * K + lines)
-    begin(PDL)
     x = tl.load(x_ptr + cols, mask=cols < K, other=0.0)
     acc = widen(first) * widen(x)
     for k in tl.range(BLOCK_K, K, BLOCK_K, loop_unroll_factor=UNROLL):
@@ -61,18 +47,15 @@ def gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """One program = BLOCK_N rows. Past the end the last row is read again and not stored."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
-    later = tl.minimum(rows + AHEAD * BLOCK_N, N - 1)
     rows = tl.minimum(rows, N - 1)
     bias = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + rows).to(tl.float32)
-    y = _row_dots(x_ptr, weight_ptr, rows, later, K, BLOCK_K, UNROLL, AHEAD, PDL) + bias
+    y = _row_dots(x_ptr, weight_ptr, rows, K, BLOCK_K, UNROLL) + bias
     tl.store(out_ptr + rows, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -93,22 +76,19 @@ def gemv_qkv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """The rows of three matrices, one after the other; none shares a program with another."""
     first = tl.program_id(0) * BLOCK_N
-    weight_ptr, bias_ptr, start, size = q_weight_ptr, q_bias_ptr, 0, NQ
+    weight_ptr, bias_ptr, start = q_weight_ptr, q_bias_ptr, 0
     if first >= NQ + NK:
-        weight_ptr, bias_ptr, start, size = v_weight_ptr, v_bias_ptr, NQ + NK, NK
+        weight_ptr, bias_ptr, start = v_weight_ptr, v_bias_ptr, NQ + NK
     elif first >= NQ:
-        weight_ptr, bias_ptr, start, size = k_weight_ptr, k_bias_ptr, NQ, NK
+        weight_ptr, bias_ptr, start = k_weight_ptr, k_bias_ptr, NQ
     rows = first - start + tl.arange(0, BLOCK_N)
     bias = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + rows).to(tl.float32)
-    later = tl.minimum(rows + AHEAD * BLOCK_N, size - 1)
-    y = _row_dots(x_ptr, weight_ptr, rows, later, K, BLOCK_K, UNROLL, AHEAD, PDL) + bias
+    y = _row_dots(x_ptr, weight_ptr, rows, K, BLOCK_K, UNROLL) + bias
     tl.store(out_ptr + start + rows, y.to(out_ptr.dtype.element_ty))
 
 
@@ -122,16 +102,13 @@ def gemv_swiglu_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """One program = BLOCK_N values: the rows `n` (gate) and `N + n` (up) of each."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     pairs = tl.arange(0, 2 * BLOCK_N)
     values = tl.program_id(0) * BLOCK_N + pairs // 2
     rows = tl.minimum(values, N - 1) + pairs % 2 * N
-    later = tl.minimum(values + AHEAD * BLOCK_N, N - 1) + pairs % 2 * N
-    y = _row_dots(x_ptr, weight_ptr, rows, later, K, BLOCK_K, UNROLL, AHEAD, PDL)
+    y = _row_dots(x_ptr, weight_ptr, rows, K, BLOCK_K, UNROLL)
     y = round_to(y, dtype)  # in pairs, so before gates and ups part
     silu = round_to(div_rn(y, add_rn(_exp(-y), 1.0)), dtype)
     silu, _ = tl.split(tl.reshape(silu, (BLOCK_N, 2)))

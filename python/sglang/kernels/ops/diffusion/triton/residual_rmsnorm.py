@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 
 from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
-from sglang.kernels.ops.diffusion.triton.dependent_launch import launch_options
 from sglang.kernels.registration import describe, register_op, wants_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -89,7 +88,7 @@ def _launch(
     with torch.cuda.device(x.device):
         residual_rmsnorm_kernel[(x.numel() // x.shape[-1],)](
             x, *given, weight, total, out, eps, HAS_UPDATE=update is not None, num_warps=4,
-            D=x.shape[-1], **launch_options(x.device),
+            D=x.shape[-1],
         )  # fmt: skip
     return total, out
 
@@ -170,6 +169,6 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
         for name in names
     }
     return [
-        (residual_rmsnorm_kernel, signature, {"D": 4096, "HAS_UPDATE": given, "PDL": False})
+        (residual_rmsnorm_kernel, signature, {"D": 4096, "HAS_UPDATE": given})
         for given in (False, True)
     ]

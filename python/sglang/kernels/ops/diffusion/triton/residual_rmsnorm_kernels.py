@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from sglang.kernels.ops.diffusion.triton.dependent_launch_kernels import begin
 from sglang.kernels.ops.diffusion.triton.ptx import (
     add_rn,
     div_rn,
@@ -73,20 +72,17 @@ def residual_rmsnorm_kernel(
     eps: tl.tensor,
     D: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """One program = one row, in registers from its first load to its last store.
 
     Not HAS_UPDATE: x is normed, and `update*`, `sum` are unused. A store between two loads would
-    make the second wait, so everything is read first: the weights before the kernels that write
-    x and update have ended.
+    make the second wait, so everything is read first.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * D
     weights = _read(weight_ptr, D)
     if HAS_UPDATE:
         update_weights = _read(update_weight_ptr, D)
-    begin(PDL)
     x = _read(x_ptr + row, D)
     if HAS_UPDATE:
         update = _normed(_read(update_ptr + row, D), update_weights, eps, dtype, D)

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from sglang.kernels.ops.diffusion.triton.available import triton_runs_on
-from sglang.kernels.ops.diffusion.triton.dependent_launch import launch_options
 from sglang.kernels.registration import describe, register_op, wants_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -134,7 +133,7 @@ def _sample_token(
         sample_token_kernel[(1,)](
             logits, wide if noise is None else noise, *places, 1 / temperature, 1 - top_p,
             TOP_K=top_k if top_k < size else 0, TOP_P=top_p < 1, GREEDY=noise is None,
-            **_tile(size), **launch_options(logits.device),
+            **_tile(size),
         )  # fmt: skip
 
 
@@ -206,7 +205,7 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str
         name: "constexpr" if name.isupper() else special.get(name, "*i64")
         for name in sample_token_kernel.arg_names
     }
-    sizes = {"V": 16384, "BLOCK_V": 16384, "PDL": False}
+    sizes = {"V": 16384, "BLOCK_V": 16384}
     warps = {"num_warps": _tile(16384)["num_warps"]}
     rules = [(0, True, False), (50, True, False), (0, False, True)]
     return [

@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from sglang.kernels.ops.diffusion.triton.dependent_launch_kernels import begin
 from sglang.kernels.ops.diffusion.triton.ptx import div_rn, mul_rn
 
 
@@ -62,12 +61,10 @@ def sample_token_kernel(
     TOP_P: tl.constexpr,
     GREEDY: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """One program = the whole vocabulary."""
     v = tl.arange(0, BLOCK_V)
     inside = v < V
-    begin(PDL)
     step = tl.load(step_ptr)
     slot = tl.load(slot_ptr)
     logits = tl.load(logits_ptr + v, mask=inside, other=float("-inf"))
