@@ -23,6 +23,7 @@ from torch.nn import Parameter
 NAMESPACE = "sglang_diffusion"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _PLAIN_TYPES = (torch.Tensor, Parameter)
+_STRIDED = torch.strided
 
 
 def needs_dispatcher(*arguments: Any) -> bool:
@@ -46,13 +47,40 @@ def wants_gradient(*arguments: Any) -> bool:
     return any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments)
 
 
+def kernel_reads(*tensors: torch.Tensor | None) -> bool:
+    """Whether a kernel may read these, as far as their kind tells: plain, and no gradient is
+    wanted. A predicate asks this first."""
+    return not wants_gradient(*tensors) and is_plain(*tensors)
+
+
+def is_plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether all are dense, of no subclass and outside of functorch transforms.
+
+    Others can raise when asked for shape, strides or address.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN_TYPES and isinstance(tensor, torch.Tensor):
+            return False
+        if tensor.is_nested or tensor.layout is not _STRIDED:
+            return False
+    return True
+
+
 def describe(**tensors: torch.Tensor) -> str:
     """``x bfloat16[1, 512, 3072] cuda:0 contiguous, ...`` for the errors of the ops."""
-    return ", ".join(
-        f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)} {t.device} "
-        + ("contiguous" if t.is_contiguous() else f"strides {t.stride()}")
-        for name, t in tensors.items()
-    )
+    return ", ".join(f"{name} {_described(tensor)}" for name, tensor in tensors.items())
+
+
+def _described(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_nested or tensor.layout is not _STRIDED:  # without a shape or strides to tell
+        return f"{dtype} {tensor.device} {'nested' if tensor.is_nested else tensor.layout}"
+    strides = "contiguous" if tensor.is_contiguous() else f"strides {tensor.stride()}"
+    return f"{dtype}{list(tensor.shape)} {tensor.device} {strides}"
 
 
 def register_op(

@@ -126,3 +126,13 @@ def test_a_name_is_registered_once():
 def test_describe_names_what_was_got(tensors):
     text = registration.describe(x=tensors[0], y=torch.ones(2, 4, dtype=torch.bfloat16).T)
     assert text == "x float32[4] cpu contiguous, y bfloat16[4, 2] cpu strides (1, 4)"
+
+
+def test_describe_names_what_has_no_shape(tensors):
+    rows = torch.ones(2, 4)
+    text = registration.describe(
+        a=torch.nested.nested_tensor([rows, rows]), b=rows.to_sparse(), c=rows.to_sparse_csr()
+    )
+    assert text == "a float32 cpu nested, b float32 cpu torch.sparse_coo, " + (
+        "c float32 cpu torch.sparse_csr"
+    )

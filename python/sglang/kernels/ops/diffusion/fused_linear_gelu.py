@@ -22,12 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang.kernels.ops.diffusion.quality_gate import QualityGatedFusion
-from sglang.kernels.registration import describe, register_op, wants_gradient
+from sglang.kernels.registration import describe, is_plain, kernel_reads, register_op
 
 DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT_BYTES = 16
 MAX_ROWS = 8192  # H200, K 3072, N 12288: 1.09x at 4608 rows, but 0.999x at 16896
-_PLAIN_TYPES = (Tensor, nn.Parameter)  # quantized weights are subclasses
 
 FUSED_LINEAR_GELU = QualityGatedFusion(
     name="fused linear+GELU",
@@ -65,8 +64,9 @@ def _layer_reject_reason(linear: nn.Module) -> str | None:
 
 
 def _weights_reject_reason(weight: Tensor, bias: Tensor) -> str | None:
-    if type(weight) not in _PLAIN_TYPES or type(bias) not in _PLAIN_TYPES:
-        return f"its weight is a {type(weight).__name__} (quantized?)"
+    if not is_plain(weight, bias):
+        kinds = f"a {type(weight).__name__} and its bias a {type(bias).__name__}"
+        return f"its weight is {kinds}, not both plain dense tensors (quantized?)"
     if weight.dtype not in DTYPES or bias.dtype != weight.dtype:
         return f"its weight is {weight.dtype} and its bias {bias.dtype}, not one half dtype"
     if not weight.is_cuda or bias.device != weight.device:
@@ -83,6 +83,8 @@ def _weights_reject_reason(weight: Tensor, bias: Tensor) -> str | None:
 
 
 def _input_reject_reason(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
+    if not kernel_reads(x):
+        return "x wants a gradient, or is no plain tensor"
     if x.dtype != weight.dtype or x.device != weight.device:
         return "x is not of the weight's dtype and device"
     if x.dim() < 2 or x.shape[-1] != weight.shape[1] or not x.numel():
@@ -91,7 +93,7 @@ def _input_reject_reason(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
         return f"x has {x.numel() // x.shape[-1]} rows, more than the {MAX_ROWS} where it is faster"
     if not x.is_contiguous() or x.data_ptr() % ALIGNMENT_BYTES:
         return f"x is not contiguous and aligned to {ALIGNMENT_BYTES} bytes"
-    return "x wants a gradient" if wants_gradient(x) else None
+    return None
 
 
 def _fused_linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from sglang.kernels.ops.diffusion.vector_tile import (
 )
 from sglang.kernels.registration import (
     describe,
+    kernel_reads,
     needs_dispatcher,
     register_op,
     wants_gradient,
@@ -41,6 +42,8 @@ def gelu_mul_reference(up: Tensor, gate: Tensor) -> Tensor:
 
 def can_use_gelu_mul_cuda(up: Tensor, gate: Tensor) -> bool:
     """Whether the kernel takes them: device, dtype, shape, layout, alignment, no gradient."""
+    if not kernel_reads(up, gate):
+        return False
     dtype, shape = up.dtype, up.shape
     if dtype not in DTYPES or gate.dtype != dtype or not up.is_cuda:
         return False
@@ -50,9 +53,7 @@ def can_use_gelu_mul_cuda(up: Tensor, gate: Tensor) -> bool:
         return False
     if row_distance(up) % _VALUES or row_distance(gate) % _VALUES:
         return False
-    if (up.data_ptr() | gate.data_ptr()) % VECTOR_BYTES:
-        return False
-    return not wants_gradient(up, gate)
+    return (up.data_ptr() | gate.data_ptr()) % VECTOR_BYTES == 0
 
 
 class GeluMulKernels:

@@ -26,6 +26,7 @@ from sglang.kernels.ops.diffusion.vector_tile import (
 )
 from sglang.kernels.registration import (
     describe,
+    kernel_reads,
     needs_dispatcher,
     register_op,
     wants_gradient,
@@ -42,6 +43,8 @@ def gelu_tanh_concat_reference(attn: Tensor, mlp: Tensor) -> Tensor:
 
 def can_use_gelu_tanh_concat_cuda(attn: Tensor, mlp: Tensor) -> bool:
     """Whether the kernel takes them: device, dtype, shape, layout, alignment, no gradient."""
+    if not kernel_reads(attn, mlp):
+        return False
     dtype, shape, mlp_shape = attn.dtype, attn.shape, mlp.shape
     if dtype not in DTYPES or mlp.dtype != dtype or not attn.is_cuda:
         return False
@@ -54,9 +57,7 @@ def can_use_gelu_tanh_concat_cuda(attn: Tensor, mlp: Tensor) -> bool:
         return False
     if row_distance(attn) % _VALUES or row_distance(mlp) % _VALUES:
         return False
-    if (attn.data_ptr() | mlp.data_ptr()) % VECTOR_BYTES:
-        return False
-    return not wants_gradient(attn, mlp)
+    return (attn.data_ptr() | mlp.data_ptr()) % VECTOR_BYTES == 0
 
 
 class GeluTanhConcatKernels:

@@ -20,6 +20,7 @@ from sglang.kernels.jit import CudaKernel, JitUnavailable
 from sglang.kernels.ops.diffusion.vector_tile import MAX_VECTORS, VECTOR_BYTES, VectorTile
 from sglang.kernels.registration import (
     describe,
+    kernel_reads,
     needs_dispatcher,
     register_op,
     wants_gradient,
@@ -37,6 +38,8 @@ def modulate_scale_shift_reference(x: Tensor, scale: Tensor, shift: Tensor) -> T
 
 def can_use_modulate_scale_shift_cuda(x: Tensor, scale: Tensor, shift: Tensor) -> bool:
     """Whether the kernel takes them: device, dtype, shape, layout, alignment, no gradient."""
+    if not kernel_reads(x, scale, shift):
+        return False
     shape, dtype = x.shape, x.dtype
     if dtype not in DTYPES or not x.is_cuda or len(shape) != 3 or not x.is_contiguous():
         return False
@@ -51,9 +54,7 @@ def can_use_modulate_scale_shift_cuda(x: Tensor, scale: Tensor, shift: Tensor) -
             return False
         if not (row.is_contiguous() if samples > 1 else row.stride(1) == 1):
             return False
-    if (x.data_ptr() | scale.data_ptr() | shift.data_ptr()) % VECTOR_BYTES:
-        return False
-    return not wants_gradient(x, scale, shift)
+    return (x.data_ptr() | scale.data_ptr() | shift.data_ptr()) % VECTOR_BYTES == 0
 
 
 class ModulateScaleShiftKernels:

@@ -20,6 +20,7 @@ from sglang.kernels.jit import CudaKernel, JitUnavailable
 from sglang.kernels.ops.diffusion.vector_tile import MAX_VECTORS, VECTOR_BYTES, VectorTile
 from sglang.kernels.registration import (
     describe,
+    kernel_reads,
     needs_dispatcher,
     register_op,
     wants_gradient,
@@ -35,6 +36,8 @@ def residual_gate_add_reference(residual: Tensor, update: Tensor, gate: Tensor) 
 
 def can_use_residual_gate_add_cuda(residual: Tensor, update: Tensor, gate: Tensor) -> bool:
     """Whether the kernel takes them: device, dtype, shape, layout, alignment, no gradient."""
+    if not kernel_reads(residual, update, gate):
+        return False
     shape, dtype = residual.shape, residual.dtype
     values = _VALUES_PER_VECTOR.get(dtype)
     if values is None or not residual.is_cuda or not shape or update.shape != shape:
@@ -48,9 +51,7 @@ def can_use_residual_gate_add_cuda(residual: Tensor, update: Tensor, gate: Tenso
         return False
     if not residual.is_contiguous() or not update.is_contiguous() or not _gate_fits(gate, shape):
         return False
-    if (residual.data_ptr() | update.data_ptr() | gate.data_ptr()) % VECTOR_BYTES:
-        return False
-    return not wants_gradient(residual, update, gate)
+    return (residual.data_ptr() | update.data_ptr() | gate.data_ptr()) % VECTOR_BYTES == 0
 
 
 def _gate_fits(gate: Tensor, shape: torch.Size) -> bool:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
-from sglang.kernels.registration import describe, register_op, wants_gradient
+from sglang.kernels.registration import describe, kernel_reads, register_op
 
 DTYPES = (torch.bfloat16, torch.float16)
 CHUNK = 64  # slots a program
@@ -79,6 +79,8 @@ def can_use_decode_attention(
     slot: torch.Tensor,
 ) -> bool:
     """Whether `decode_attention` takes these; otherwise run the eager chain."""
+    if not kernel_reads(qkv, cos, sin, partner, keys, values, slot):
+        return False
     if qkv.dtype not in DTYPES or keys.dim() != 4 or keys.shape != values.shape or not qkv.dim():
         return False
     batch, heads, slots, head_dim = keys.shape
@@ -100,7 +102,7 @@ def can_use_decode_attention(
 
 def _layouts_fit(floats: tuple[torch.Tensor, ...], integers: tuple[torch.Tensor, ...]) -> bool:
     first = floats[0]
-    if not triton_runs_on(first.device) or wants_gradient(*floats):
+    if not triton_runs_on(first.device):
         return False
     if any(t.dtype != first.dtype or not aligned(t) for t in floats):
         return False

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
-from sglang.kernels.registration import describe, register_op, wants_gradient
+from sglang.kernels.registration import describe, kernel_reads, register_op
 
 DTYPES = (torch.bfloat16, torch.float16)
 VECTOR = 8  # elements of a 16-byte load
@@ -58,6 +58,8 @@ def gemv_swiglu_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
 def can_use_gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether `gemv` takes these; otherwise run `gemv_reference`."""
+    if not kernel_reads(x, weight, bias):
+        return False
     if x.dtype not in DTYPES or weight.dtype != x.dtype or weight.dim() != 2 or not x.dim():
         return False
     rows, columns = weight.shape
@@ -69,7 +71,7 @@ def can_use_gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         return False
     if weight.device != x.device or not triton_runs_on(x.device):
         return False
-    return aligned(x) and aligned(weight) and not wants_gradient(x, weight, bias)
+    return aligned(x) and aligned(weight)
 
 
 def can_use_gemv_qkv(
@@ -80,10 +82,10 @@ def can_use_gemv_qkv(
     biases: list[torch.Tensor],
 ) -> bool:
     """Whether `gemv_qkv` takes these: k and v of one shape, no tile across two matrices."""
-    if len(biases) not in (0, 3) or k.shape != v.shape:
+    if len(biases) not in (0, 3):
         return False
     pairs = zip((q, k, v), biases or (None,) * 3, strict=True)
-    if not all(can_use_gemv(x, weight, bias) for weight, bias in pairs):
+    if not all(can_use_gemv(x, weight, bias) for weight, bias in pairs) or k.shape != v.shape:
         return False
     block = tile(len(q) + 2 * len(k), q.shape[1])["BLOCK_N"]
     return len(q) % block == 0 and len(k) % block == 0

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
-from sglang.kernels.registration import wants_gradient
+from sglang.kernels.registration import kernel_reads
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 128  # one vector of 4 a lane: more would enter aten's later warps
@@ -17,6 +17,8 @@ VECTOR = 8  # elements of a 16-byte load
 def stream_fits(q: torch.Tensor, k: torch.Tensor, *weights: torch.Tensor) -> bool:
     """q and k share shape and strides; 16-byte loads; at most MAX_HEADS heads; weights `[D]` of
     their dtype; no gradient."""
+    if not kernel_reads(q, k, *weights):
+        return False
     if q.dtype not in DTYPES or q.dim() != 4 or q.numel() == 0:
         return False
     batch, _, heads, head_dim = q.shape
@@ -33,7 +35,7 @@ def stream_fits(q: torch.Tensor, k: torch.Tensor, *weights: torch.Tensor) -> boo
             return False
     if any(w.shape != (head_dim,) or w.stride(0) != 1 for w in weights):
         return False
-    return triton_runs_on(q.device) and not wants_gradient(q, k, *weights)
+    return triton_runs_on(q.device)
 
 
 def table_fits(
@@ -41,7 +43,8 @@ def table_fits(
 ) -> bool:
     """A contiguous cosine or sine table of `shape` beside q, in 16-byte loads."""
     return (
-        table.shape == shape
+        kernel_reads(table)
+        and table.shape == shape
         and table.dtype == dtype
         and table.device == q.device
         and table.is_contiguous()

@@ -34,7 +34,7 @@ from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_o
 from sglang.kernels.ops.diffusion.triton.head_streams import new_heads
 from sglang.kernels.ops.diffusion.triton.qk_rotate_half import aot_signature, halves_fit, launch
 from sglang.kernels.ops.diffusion.triton.row_launch import RowLaunch
-from sglang.kernels.registration import register_op, wants_gradient
+from sglang.kernels.registration import kernel_reads, register_op
 
 VECTOR = 4  # elements that an aten thread loads at a time
 CHUNK = 512  # elements that aten's 128 threads load at a time
@@ -70,7 +70,9 @@ def can_use_fused_layernorm_modulate(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
 ) -> bool:
     """Whether the fused kernel takes these inputs; otherwise run the eager chain."""
-    if not _is_accepted(x, dim=3) or x.shape[2] > MAX_HIDDEN or x.shape[0] > MAX_BATCH:
+    if not kernel_reads(x, scale, shift) or not _is_accepted(x, dim=3):
+        return False
+    if x.shape[2] > MAX_HIDDEN or x.shape[0] > MAX_BATCH:
         return False
     batch, _, hidden = x.shape
     return all(
@@ -79,23 +81,18 @@ def can_use_fused_layernorm_modulate(
         and row.device == x.device
         and _loads_in_vectors(row)
         for row in (scale, shift)
-    ) and not wants_gradient(x, scale, shift)
+    )
 
 
 def can_use_fused_qk_head_layernorm(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether the fused kernel takes these inputs; otherwise run the eager chain."""
-    if not _is_accepted(q, dim=4) or not _is_accepted(k, dim=4):
+    if not kernel_reads(q, k) or not _is_accepted(q, dim=4) or not _is_accepted(k, dim=4):
         return False
     if q.shape != k.shape or q.dtype != k.dtype or q.device != k.device:
         return False
     if q.numel() < MIN_HEAD_ELEMENTS:
         return False
-    return (
-        q.shape[3] <= MAX_HEAD_DIM
-        and _has_one_token_axis(q)
-        and _has_one_token_axis(k)
-        and not wants_gradient(q, k)
-    )
+    return q.shape[3] <= MAX_HEAD_DIM and _has_one_token_axis(q) and _has_one_token_axis(k)
 
 
 def _is_accepted(x: torch.Tensor, dim: int) -> bool:

@@ -35,7 +35,7 @@ from sglang.kernels.ops.diffusion.triton.qk_rotate_half import (
     halves_fit,
     launch,
 )
-from sglang.kernels.registration import describe, register_op, wants_gradient
+from sglang.kernels.registration import describe, register_op
 
 
 def rotate_(x: torch.Tensor, first: int, rope: QK) -> None:
@@ -69,7 +69,7 @@ def can_use_fused_qk_layernorm_rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, text_tokens: int
 ) -> bool:
     """Whether the fused kernel takes these inputs; otherwise run the eager chain."""
-    if not halves_fit(q, k) or not 0 <= text_tokens < q.shape[1] or wants_gradient(cos, sin):
+    if not halves_fit(q, k) or not 0 <= text_tokens < q.shape[1]:
         return False
     shape = (q.shape[1] - text_tokens, q.shape[3])
     return all(table_fits(table, shape, q, torch.float32) for table in (cos, sin))

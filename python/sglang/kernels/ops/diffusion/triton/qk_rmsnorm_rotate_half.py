@@ -33,7 +33,7 @@ from sglang.kernels.ops.diffusion.triton.qk_rotate_half import (
     halves_fit,
     launch,
 )
-from sglang.kernels.registration import describe, register_op, wants_gradient
+from sglang.kernels.registration import describe, register_op
 
 
 def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def can_use_fused_qk_rmsnorm_rotate_half(
     sin: torch.Tensor,
 ) -> bool:
     """Whether the fused kernel takes these inputs; otherwise run the eager chain."""
-    if not halves_fit(q, k, q_weight, k_weight) or wants_gradient(cos, sin):
+    if not halves_fit(q, k, q_weight, k_weight):
         return False
     shape = (q.shape[1], 1, q.shape[3])
     return all(table_fits(table, shape, q, q.dtype) for table in (cos, sin))

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
-from sglang.kernels.registration import describe, register_op, wants_gradient
+from sglang.kernels.registration import describe, kernel_reads, register_op
 
 DTYPES = (torch.bfloat16, torch.float16)
 VECTOR = 4  # aten's own; it takes another path where a row does not hold whole vectors
@@ -50,22 +50,23 @@ def residual_rmsnorm_reference(
 
 def can_use_rmsnorm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `fused_rmsnorm` takes these; otherwise run `rmsnorm_reference`."""
+    if not kernel_reads(x, weight):
+        return False
     if x.dtype not in DTYPES or not x.dim() or not x.numel() or not triton_runs_on(x.device):
         return False
     width = x.shape[-1]
     if width % VECTOR or width > MAX_WIDTH or x.numel() // width >= 2**31:
         return False
-    if not x.is_contiguous() or not aligned(x) or wants_gradient(x, weight):
-        return False
-    return _weight_fits(x, weight)
+    return x.is_contiguous() and aligned(x) and _weight_fits(x, weight)
 
 
 def can_use_residual_rmsnorm(
     x: torch.Tensor, update: torch.Tensor, update_weight: torch.Tensor, weight: torch.Tensor
 ) -> bool:
     """Whether `fused_residual_rmsnorm` takes these; otherwise run the eager chain."""
-    same = (x.shape, x.dtype, x.device) == (update.shape, update.dtype, update.device)
-    return same and can_use_rmsnorm(x, weight) and can_use_rmsnorm(update, update_weight)
+    if not can_use_rmsnorm(x, weight) or not can_use_rmsnorm(update, update_weight):
+        return False
+    return (x.shape, x.dtype, x.device) == (update.shape, update.dtype, update.device)
 
 
 def _weight_fits(x: torch.Tensor, weight: torch.Tensor) -> bool:

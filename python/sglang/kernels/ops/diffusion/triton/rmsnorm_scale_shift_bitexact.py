@@ -34,7 +34,7 @@ import torch.nn.functional as F
 
 from sglang.kernels.ops.diffusion.triton.available import aligned, triton_runs_on
 from sglang.kernels.ops.diffusion.triton.row_launch import RowLaunch
-from sglang.kernels.registration import register_op, wants_gradient
+from sglang.kernels.registration import kernel_reads, register_op
 
 NORMS = ("flashinfer", "aten")
 FLASHINFER_THREADS = {2048: 32, 4096: 64, 8192: 128}  # hidden size: threads a row
@@ -100,6 +100,8 @@ def can_use_fused_rmsnorm_scale_shift(
     norm: str = "flashinfer",
 ) -> bool:
     """Whether the fused kernels take these inputs; x is the residual when update and gate come."""
+    if not kernel_reads(x, weight, scale, shift, update, gate):
+        return False
     if x.dim() != 3 or x.numel() == 0 or x.shape[0] > MAX_BATCH or not _hidden_fits(x, norm):
         return False
     full = [x] if update is None else [x, update]
@@ -113,7 +115,7 @@ def can_use_fused_rmsnorm_scale_shift(
         return False
     if not all(_row_fits(row, x) for row in rows):
         return False
-    return triton_runs_on(x.device) and not wants_gradient(*full, *rows, weight)
+    return triton_runs_on(x.device)
 
 
 def _hidden_fits(x: torch.Tensor, norm: str) -> bool:

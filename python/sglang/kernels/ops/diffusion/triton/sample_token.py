@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from sglang.kernels.ops.diffusion.triton.available import triton_runs_on
-from sglang.kernels.registration import describe, register_op, wants_gradient
+from sglang.kernels.registration import describe, kernel_reads, register_op
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_VOCABULARY = 65536
@@ -91,6 +91,8 @@ def can_use_sample_token(
     slot: torch.Tensor,
 ) -> bool:
     """Whether `sample_token` takes these; otherwise run `sample_token_reference`."""
+    if not kernel_reads(logits, noise, wide, tokens, token, step, slot):
+        return False
     if logits.dtype not in DTYPES or not logits.dim() or not triton_runs_on(logits.device):
         return False
     size = logits.shape[-1]
@@ -104,7 +106,7 @@ def can_use_sample_token(
     integers = (tokens, token, step, slot)
     if any(t.dtype != torch.float32 for t in floats):
         return False
-    if any(t.dtype != torch.int64 for t in integers) or wants_gradient(logits, *floats):
+    if any(t.dtype != torch.int64 for t in integers):
         return False
     every = (logits, *floats, *integers)
     return all(t.device == logits.device and t.is_contiguous() for t in every)
