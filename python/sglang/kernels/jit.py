@@ -87,7 +87,7 @@ def compile_cubin(source: Path, arch: str, defines: Sequence[str] = ()) -> bytes
         raise JitUnavailable(f"{source.name} cannot be read: {error}") from error
     identity = "\0".join((f"nvrtc {nvrtc_version()}", STANDARD, arch, text))
     name = f"{source.stem}-{arch}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.cubin"
-    cached = _read_cache(cache_directory() / name)
+    cached = _read_cache(name)
     if cached is not None:
         return cached
     cubin = _run_nvrtc(text, arch, source.name)
@@ -125,24 +125,42 @@ def _run_nvrtc(text: str, arch: str, name: str) -> bytes:
 
 
 @functools.cache
-def cache_directory() -> Path:
-    """``$SGLANG_JIT_CACHE``, else ``~/.cache/sglang/jit``; a private one where that fails."""
+def cache_directory() -> Path | None:
+    """``$SGLANG_JIT_CACHE``, else ``~/.cache/sglang/jit``; a private one where that fails.
+
+    None where no folder can be written at all: then every process compiles its kernels anew.
+    """
     try:
-        chosen = os.environ.get("SGLANG_JIT_CACHE")
-        directory = Path(chosen) if chosen else Path.home() / ".cache" / "sglang" / "jit"
+        chosen = os.environ.get("SGLANG_JIT_CACHE") or "~/.cache/sglang/jit"
+        directory = Path(chosen).expanduser()
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             return directory
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        directory = Path(tempfile.mkdtemp(prefix="sglang-jit-"))
-        logger.warning("The kernel cache is not usable (%s); using %s.", error, directory)
-        return directory
+        return _private_directory(error)
 
 
-def _read_cache(path: Path) -> bytes | None:
-    """The cached cubin, or None where there is none or its checksum is wrong."""
+def _private_directory(reason: Exception) -> Path | None:
     try:
-        content = path.read_bytes()
+        directory = Path(tempfile.mkdtemp(prefix="sglang-jit-"))
+    except OSError as error:
+        logger.warning(
+            "The kernel cache is not usable (%s), nor is a temporary folder (%s): kernels are "
+            "compiled in every process. Set SGLANG_JIT_CACHE to a folder that can be written.",
+            reason, error,
+        )  # fmt: skip
+        return None
+    logger.warning("The kernel cache is not usable (%s); using %s.", reason, directory)
+    return directory
+
+
+def _read_cache(name: str) -> bytes | None:
+    """The cached cubin, or None where there is none or its checksum is wrong."""
+    directory = cache_directory()
+    if directory is None:
+        return None
+    try:
+        content = (directory / name).read_bytes()
     except OSError:
         return None
     checksum, cubin = content[:32], content[32:]
@@ -152,6 +170,8 @@ def _read_cache(path: Path) -> bytes | None:
 def _write_cache(name: str, cubin: bytes) -> None:
     """Atomic: readers and other writers see no half-written file."""
     directory = cache_directory()
+    if directory is None:
+        return
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=f".{name}.", delete=False) as file:
             file.write(hashlib.sha256(cubin).digest() + cubin)

@@ -139,13 +139,23 @@ def test_a_damaged_file_is_compiled_again(source, cache, runs, damage):
     assert file.read_bytes() == intact
 
 
+def test_the_home_in_a_chosen_folder_is_expanded(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SGLANG_JIT_CACHE", "~/chosen")
+    assert jit.cache_directory() == tmp_path / "chosen" and (tmp_path / "chosen").is_dir()
+
+
+def _no_home(path):
+    raise RuntimeError("no home")
+
+
 @pytest.mark.parametrize("why", ("unwritable", "no home"))
 def test_without_a_usable_folder_the_cache_is_private(source, tmp_path, monkeypatch, caplog, why):
     if why == "unwritable":
         monkeypatch.setenv("SGLANG_JIT_CACHE", str(source / "below a file"))
     else:
         monkeypatch.delenv("SGLANG_JIT_CACHE", raising=False)
-        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+        monkeypatch.setattr(Path, "expanduser", _no_home)
     jit.cache_directory.cache_clear()
     monkeypatch.setattr(jit.tempfile, "tempdir", str(tmp_path))
     with caplog.at_level(logging.WARNING):
@@ -157,6 +167,15 @@ def test_without_a_usable_folder_the_cache_is_private(source, tmp_path, monkeypa
         "The kernel cache is not usable"
     ]
     assert len(list(directory.glob("*.cubin"))) == 1
+
+
+def test_without_any_folder_kernels_compile_uncached(source, cache, runs, monkeypatch, caplog):
+    monkeypatch.setenv("SGLANG_JIT_CACHE", str(source / "below a file"))
+    monkeypatch.setattr(jit.tempfile, "tempdir", str(source / "no folder either"))
+    assert build(source) == build(source) and len(runs) == 2
+    assert jit.cache_directory() is None
+    (record,) = caplog.records
+    assert "nor is a temporary folder" in record.message and "SGLANG_JIT_CACHE" in record.message
 
 
 def test_a_full_disk_only_warns(source, cache, monkeypatch, caplog):
