@@ -3,15 +3,9 @@
 // Rows of out have `columns` vectors and adjoin; up and gate have `up_stride` and `gate_stride` vectors
 // from row to row. All of out has `vectors` vectors, fewer than 2^32. `row_step` and `column_step` are
 // blockDim.x divided by columns.
+#include "gelu.cuh"
 #include "rounding.cuh"
 #include "row_walk.cuh"
-
-// The erf-GELU of aten's CUDA kernel, in float32: 0.5 x (1 + erf(x / sqrt(2))). No product meets a
-// sum, so there is nothing for a compiler to contract.
-__device__ __forceinline__ float gelu_erf(float x) {
-  constexpr float kAlpha = 0.70710678118654752440;
-  return __fmul_rn(__fmul_rn(x, 0.5f), __fadd_rn(1.0f, erff(__fmul_rn(x, kAlpha))));
-}
 
 template <typename T>
 __device__ __forceinline__ void gelu_mul(const Vector* up, const Vector* gate, Vector* out,

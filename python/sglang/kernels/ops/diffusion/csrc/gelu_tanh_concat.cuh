@@ -3,19 +3,9 @@
 // A row of out has `columns` vectors, the first `attn_columns` of them copied from attn. Rows of out
 // adjoin; attn and mlp have `attn_stride` and `mlp_stride` vectors from row to row. All of out has
 // `vectors` vectors, fewer than 2^32. `row_step` and `column_step` are blockDim.x divided by columns.
+#include "gelu.cuh"
 #include "rounding.cuh"
 #include "row_walk.cuh"
-
-// The tanh-GELU of aten's CUDA kernel, in float32:
-//   0.5 x (1 + tanh(beta (x + kappa x^3))),  beta = sqrt(2 / pi)
-// with the one FMA that nvcc makes of aten's expression, and the full-precision tanhf.
-__device__ __forceinline__ float gelu_tanh(float x) {
-  constexpr float kBeta = 0.79788456080286535588;
-  constexpr float kKappa = 0.044715;
-  const float cube = __fmul_rn(__fmul_rn(x, x), x);
-  const float sum = __fmaf_rn(kKappa, cube, x);
-  return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(__fmul_rn(kBeta, sum))));
-}
 
 template <typename T>
 __device__ __forceinline__ void gelu_tanh_concat(const Vector* attn, const Vector* mlp, Vector* out,

@@ -34,27 +34,57 @@ __device__ __forceinline__ void store(Vector* address, const Vector& v) {
                : "memory");
 }
 
-struct Bfloat16 {
+// Eight values of a half-precision type; `Pair` converts two of them, which lie in one word.
+template <typename Pair>
+struct Halves : Pair {
   static constexpr int kValues = 8;
 
   static __device__ __forceinline__ void unpack(const Vector& v, float (&values)[kValues]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      values[2 * i] = __uint_as_float(v.word[i] << 16);
-      values[2 * i + 1] = __uint_as_float(v.word[i] & 0xffff0000u);
-    }
+    for (int i = 0; i < 4; ++i) Pair::unpack_pair(v.word[i], values[2 * i], values[2 * i + 1]);
   }
 
   static __device__ __forceinline__ Vector pack(const float (&values)[kValues]) {
     Vector v;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
-          : "=r"(v.word[i])
-          : "f"(values[2 * i + 1]), "f"(values[2 * i]));
-    }
+    for (int i = 0; i < 4; ++i) v.word[i] = Pair::pack_pair(values[2 * i], values[2 * i + 1]);
     return v;
   }
+};
+
+struct Bfloat16Pair {
+  static __device__ __forceinline__ void unpack_pair(unsigned int word, float& low, float& high) {
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xffff0000u);
+  }
+
+  static __device__ __forceinline__ unsigned int pack_pair(float low, float high) {
+    unsigned int word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+};
+
+struct Float16Pair {
+  static __device__ __forceinline__ void unpack_pair(unsigned int word, float& low, float& high) {
+    asm("{ .reg .b16 a, b;\n\t"
+        "mov.b32 {a, b}, %2;\n\t"
+        "cvt.f32.f16 %0, a;\n\t"
+        "cvt.f32.f16 %1, b; }"
+        : "=f"(low), "=f"(high)
+        : "r"(word));
+  }
+
+  static __device__ __forceinline__ unsigned int pack_pair(float low, float high) {
+    unsigned int word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+  }
+};
+
+struct Float16 : Halves<Float16Pair> {};
+
+struct Bfloat16 : Halves<Bfloat16Pair> {
 
   // a * b + c, rounded once; subnormals kept.
   static __device__ __forceinline__ Vector fma(const Vector& a, const Vector& b, const Vector& c) {
@@ -71,33 +101,6 @@ struct Bfloat16 {
   // The same two bf16 numbers everywhere.
   static __device__ __forceinline__ Vector splat(unsigned int pair) {
     return {{pair, pair, pair, pair}};
-  }
-};
-
-struct Float16 {
-  static constexpr int kValues = 8;
-
-  static __device__ __forceinline__ void unpack(const Vector& v, float (&values)[kValues]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      asm("{ .reg .b16 low, high;\n\t"
-          "mov.b32 {low, high}, %2;\n\t"
-          "cvt.f32.f16 %0, low;\n\t"
-          "cvt.f32.f16 %1, high; }"
-          : "=f"(values[2 * i]), "=f"(values[2 * i + 1])
-          : "r"(v.word[i]));
-    }
-  }
-
-  static __device__ __forceinline__ Vector pack(const float (&values)[kValues]) {
-    Vector v;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;"
-          : "=r"(v.word[i])
-          : "f"(values[2 * i + 1]), "f"(values[2 * i]));
-    }
-    return v;
   }
 };
 
