@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 STANDARD = "c++17"
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
 _MAX_ARGUMENTS = 16
-# Every kernel argument has its own 8-byte slot; little endian, so a narrow value starts its slot.
-_SLOT_FORMAT = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x"}
+# Every kernel argument has a slot of its own; little endian, so a narrow value starts its slot.
+_SLOT_FORMAT = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x", "T": "128s"}
 _lock = threading.RLock()
 _thread = threading.local()
 _warned: set[str] = set()
@@ -209,31 +209,40 @@ def _library(source: Path, arch: str, defines: tuple[str, ...]) -> Any:
 
 
 class _ArgumentFrame:
-    """One thread's kernel arguments: 8-byte slots and the array of pointers to them."""
+    """One thread's arguments of kernels with slots of these sizes, and the pointers to them."""
 
-    def __init__(self) -> None:
-        self.slots = ctypes.create_string_buffer(8 * _MAX_ARGUMENTS)
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.slots = ctypes.create_string_buffer(sum(sizes))
         base = ctypes.addressof(self.slots)
-        self._pointers = (ctypes.c_void_p * _MAX_ARGUMENTS)(
-            *(base + 8 * index for index in range(_MAX_ARGUMENTS))
-        )
+        places = (base + sum(sizes[:index]) for index in range(len(sizes)))
+        self._pointers = (ctypes.c_void_p * len(sizes))(*places)
         self.address = ctypes.addressof(self._pointers)
 
 
 class CudaKernel:
     """One ``extern "C"`` kernel of a ``.cuh``, compiled and loaded at first use, on each device.
 
-    `signature` has one letter per argument: P pointer, q int64, i int32, I uint32, f float32.
-    `defines` are macros, ``NAME=VALUE``.
+    `signature` has one letter per argument: P pointer, q int64, i int32, I uint32, f float32, T
+    tensor map (128 bytes). `defines` are macros, ``NAME=VALUE``. `only_on` names the one
+    architecture that has the instructions ("sm_90a"); `shared_bytes` is dynamic shared memory.
     """
 
     def __init__(
-        self, source: Path, name: str, signature: str, defines: Sequence[str] = ()
+        self,
+        source: Path,
+        name: str,
+        signature: str,
+        defines: Sequence[str] = (),
+        only_on: str | None = None,
+        shared_bytes: int = 0,
     ) -> None:
         assert len(signature) <= _MAX_ARGUMENTS, f"{name}: at most {_MAX_ARGUMENTS} arguments"
         self.source, self.name, self.defines = source, name, tuple(defines)
+        self.only_on, self.shared_bytes = only_on, shared_bytes
         self.failure: str | None = None
-        self._pack = struct.Struct("<" + "".join(_SLOT_FORMAT[c] for c in signature)).pack_into
+        self._slots = "<" + "".join(_SLOT_FORMAT[c] for c in signature)
+        self._sizes = tuple(struct.calcsize("<" + _SLOT_FORMAT[c]) for c in signature)
+        self._pack = struct.Struct(self._slots).pack_into
         self._functions: dict[int, Any] = {}
         self._driver_launch: Any = None
         _declared.add(self)
@@ -266,17 +275,28 @@ class CudaKernel:
             from cuda.bindings import driver
         except ImportError as error:
             raise JitUnavailable(f"no cuda-bindings ({error})") from error
-        major, minor = torch.cuda.get_device_capability(device)
+        arch = self._arch(*torch.cuda.get_device_capability(device))
         with torch.cuda.device(device):
             _bind_context(driver, device)
-            library = _library(self.source, f"sm_{major}{minor}", self.defines)
+            library = _library(self.source, arch, self.defines)
             kernel = _checked(driver.cuLibraryGetKernel(library, self.name.encode()), self.name)
             function = _checked(driver.cuKernelGetFunction(kernel), self.name)
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            shared = driver.cuFuncSetAttribute(function, attribute, self.shared_bytes)
+            _checked(shared, f"{self.shared_bytes} bytes of shared memory for {self.name}")
         self._driver_launch = driver.cuLaunchKernel
         return function
 
+    def _arch(self, major: int, minor: int) -> str:
+        found = f"sm_{major}{minor}"
+        if self.only_on is None:
+            return found
+        if self.only_on.removesuffix("a") != found:
+            raise JitUnavailable(f"{self.name} is for {self.only_on}, and this GPU is {found}")
+        return self.only_on
+
     def launch(
-        self, device: int, grid: tuple[int, int], block: int, *arguments: int | float
+        self, device: int, grid: tuple[int, int], block: int, *arguments: int | float | bytes
     ) -> None:
         """Launch on `device`'s current torch stream. `ready(device)` must have answered True.
 
@@ -285,12 +305,15 @@ class CudaKernel:
         if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self.launch(device, grid, block, *arguments)
-        frame = getattr(_thread, "frame", None) or _new_frame(device)
+        frames = getattr(_thread, "frames", None) or _new_frames(device)
+        frame = frames.get(self._slots) or frames.setdefault(
+            self._slots, _ArgumentFrame(self._sizes)
+        )
         self._pack(frame.slots, 0, *arguments)
         stream = torch._C._cuda_getCurrentRawStream(device)
         function, (grid_x, grid_y) = self._functions[device], grid
         (status,) = self._driver_launch(
-            function, grid_x, grid_y, 1, block, 1, 1, 0, stream, frame.address, 0
+            function, grid_x, grid_y, 1, block, 1, 1, self.shared_bytes, stream, frame.address, 0
         )
         if status:
             raise RuntimeError(f"{self.name}: grid {grid} block {block} failed: {status.name}")
@@ -302,9 +325,9 @@ def declared_kernels() -> list[CudaKernel]:
     return list(_declared)
 
 
-def _new_frame(device: int) -> _ArgumentFrame:
+def _new_frames(device: int) -> dict[str, _ArgumentFrame]:
     from cuda.bindings import driver
 
     _bind_context(driver, device)
-    _thread.frame = _ArgumentFrame()
-    return _thread.frame
+    _thread.frames = {}
+    return _thread.frames

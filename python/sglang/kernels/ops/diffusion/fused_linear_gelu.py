@@ -53,11 +53,19 @@ def can_fuse_linear_gelu(linear: nn.Module, x: Tensor) -> bool:
     return _input_reject_reason(x, linear.weight, linear.bias) is None
 
 
-def _layer_reject_reason(linear: nn.Module) -> str | None:
+def forward_reject_reason(linear: nn.Module) -> str | None:
+    """Why the layer does more than multiply its weight, so that no op may stand for it; or None."""
     if type(linear) is not nn.Linear:
         return f"{type(linear).__name__} is not a plain nn.Linear"
     if linear._forward_pre_hooks or linear._forward_hooks or "forward" in linear.__dict__:
         return "its forward is hooked (offloaded or patched), which the fused path would skip"
+    return None
+
+
+def _layer_reject_reason(linear: nn.Module) -> str | None:
+    reason = forward_reject_reason(linear)
+    if reason is not None:
+        return reason
     if linear.bias is None:
         return "it has no bias"
     return _weights_reject_reason(linear.weight, linear.bias)
