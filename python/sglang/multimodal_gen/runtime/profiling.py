@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 # First match wins; kernel (or CPU op) names in lower case.
 FAMILIES = {
     "fused (this package)": r"residual_(gate_add|rmsnorm)|(modulate|rmsnorm)_scale_shift"
-    r"|gelu_(tanh_concat|mul)|layernorm_modulate|qk_(head_layernorm|rotate|rmsnorm)|rmsnorm_rope"
+    r"|gelu_(tanh_concat|mul)|linear_gelu|layernorm_modulate|qk_(head_layernorm|rotate|rmsnorm)|rmsnorm_rope"
     r"|gemv_(kernel|swiglu|qkv)|decode_attention|combine_chunks|sample_token",
     "attention": r"flash|fmha|sdpa|attention|cudnn_generated",
     "gemm": r"gem[mv]|cutlass|nvjet|xmma|addmm|linear|matmul|aten::mm|aten::bmm|cublas",

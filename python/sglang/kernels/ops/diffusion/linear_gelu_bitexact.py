@@ -1,10 +1,10 @@
-"""``gelu_tanh(linear(x))``, after `attn` in one buffer where it is given, in one kernel, bit for bit.
+"""``cat([attn, gelu_tanh(linear(x))])``, `attn` being optional: one kernel, bit for bit as eager.
 
 Contract: ``z = round(x weight^T + bias)``, ``out[..., D:] = round(g(z))``, ``out[..., :D] = attn``;
 round(.) is to the storage dtype, to nearest even.
     x       [..., K] contiguous; float16 or bfloat16; K a multiple of 64, 1024 at least
     weight  [N, K], bias [N], contiguous, of x's dtype; N a multiple of 256 or 192
-    attn    [B, S, D] or None; each row's values adjoining, rows at one distance; then x is [B, S, K]
+    attn    [B, S, D] or None, x then [B, S, K]; each row's values adjoining, rows at one distance
     out     [..., D + N] contiguous; D is 0 without attn
 Arithmetic: products and sums in the tensor core's float32, over K in steps of 16 from first to
 last; the bias is added to the sum in float32; one rounding. g is the tanh GELU of

@@ -28,6 +28,7 @@ from sglang.multimodal_gen.runtime.distributed.tensor_parallel import (
     column_parallel,
 )
 from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
+from sglang.multimodal_gen.runtime.layers.linear_gelu import linear_gelu
 from sglang.multimodal_gen.runtime.layers.packed_projections import project
 from sglang.multimodal_gen.runtime.layers.rotary import Rope, rope_tables
 from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
@@ -38,11 +39,13 @@ from sglang.multimodal_gen.runtime.models.dits.flux_sites import (  # noqa: F401
     FLUX_GELU_CONCAT,
     FLUX_JOINT_QK_NORM_ROPE,
     FLUX_JOINT_VALUES,
+    FLUX_LINEAR_GELU,
     FLUX_LN_MODULATE,
     FLUX_MODULATE,
     FLUX_QK_NORM_ROPE,
     FLUX_RESIDUAL_GATE_ADD,
     LN_EPS,
+    _flux_attn_and_mlp,
     _flux_gelu_concat,
     _flux_joint_qk_norm_rope,
     _flux_joint_values,
@@ -288,8 +291,8 @@ class FluxSingleTransformerBlock(nn.Module):
             mlp = fused_linear_gelu_tanh(norm, self.proj_mlp.weight, self.proj_mlp.bias)
             out = self._project_apart(attention(), mlp)
         else:
-            mlp = self.proj_mlp(norm)
-            out = self.proj_out(_flux_gelu_concat(attention(), mlp))
+            exchanges = self.attn.attention.parts > 1
+            out = self.proj_out(_flux_attn_and_mlp(attention, self.proj_mlp, norm, exchanges))
         return _clip_fp16(_flux_residual_gate_add(joint, out, gate[:, None]))
 
     def _project_apart(self, attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
@@ -378,7 +381,7 @@ class FluxFeedForward(nn.Module):
 
 
 class FluxFusedGELUProj(nn.Module):
-    """Up-projection and tanh-GELU; the GELU joins the GEMM while `quality="high"` is mounted.
+    """Up-projection and tanh-GELU in one GEMM: another one while `quality="high"` is mounted.
 
     Re-homes an existing linear as `.proj`, so the parameter path stays `net.0.proj`.
     """
@@ -391,7 +394,7 @@ class FluxFusedGELUProj(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if fused_gelu_active(self) and can_fuse_linear_gelu(self.proj, x):
             return fused_linear_gelu_tanh(x, self.proj.weight, self.proj.bias)
-        return F.gelu(self.proj(x), approximate="tanh")
+        return linear_gelu(FLUX_LINEAR_GELU, self.proj, x)
 
 
 class FluxGELU(FluxFusedGELUProj):

@@ -4,6 +4,7 @@ A site runs its fused op where the op's predicate allows and its gate has proven
 eager chain. Shapes as in `flux.py`, which re-exports every name.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,7 @@ from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rope import (
     qk_rmsnorm_rope_reference,
 )
 from sglang.multimodal_gen.runtime.layers.fused_site import run_site, takes
+from sglang.multimodal_gen.runtime.layers.linear_gelu import fused_linear_gelu, takes_linear_gelu
 from sglang.multimodal_gen.runtime.layers.rotary import Rope
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ FLUX_QK_NORM_ROPE = BitExactFusionGate("flux.qk_rmsnorm_rope", per_signature=Tru
 FLUX_JOINT_QK_NORM_ROPE = BitExactFusionGate("flux.joint_qk_rmsnorm_rope", per_signature=True)
 FLUX_JOINT_VALUES = BitExactFusionGate("flux.joint_values", per_signature=True)
 FLUX_GELU_CONCAT = BitExactFusionGate("flux.gelu_tanh_concat", per_signature=True)
+FLUX_LINEAR_GELU = BitExactFusionGate("flux.linear_gelu", per_signature=True)
 
 
 def _flux_residual_gate_add(
@@ -174,6 +177,23 @@ def _project_into_one(
     torch.addmm(txt_bias, txt[0], txt_weight.t(), out=out[0, :tokens])
     torch.addmm(img_bias, img[0], img_weight.t(), out=out[0, tokens:])
     return out
+
+
+def _flux_attn_and_mlp(
+    attention: Callable[[], torch.Tensor], proj_mlp: nn.Module, x: torch.Tensor, exchanges: bool
+) -> torch.Tensor:
+    """cat([attention(), gelu(proj_mlp(x))]). x [B, J, D] -> [B, J, D + M]; 38 sites a step.
+
+    Where ranks exchange heads, the projection runs meanwhile, so that it cannot take attention's
+    result along.
+    """
+    if exchanges:
+        mlp = proj_mlp(x)
+        return _flux_gelu_concat(attention(), mlp)
+    attn = attention()
+    if takes_linear_gelu(FLUX_LINEAR_GELU, proj_mlp, x, attn):
+        return fused_linear_gelu(FLUX_LINEAR_GELU, proj_mlp, x, attn)
+    return _flux_gelu_concat(attn, proj_mlp(x))
 
 
 def _flux_gelu_concat(attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:

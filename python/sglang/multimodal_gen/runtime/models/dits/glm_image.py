@@ -47,6 +47,7 @@ from sglang.kernels.ops.diffusion.triton.qk_layernorm_rope import (
 from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
 from sglang.multimodal_gen.runtime.layers.condition_memory import LayerMemory, layer_memory
 from sglang.multimodal_gen.runtime.layers.fused_site import run_site, takes
+from sglang.multimodal_gen.runtime.layers.linear_gelu import linear_gelu
 from sglang.multimodal_gen.runtime.layers.packed_projections import project
 from sglang.multimodal_gen.runtime.layers.rotary import Rope
 from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
@@ -58,6 +59,7 @@ LN_EPS = 1e-5
 ROPE_THETA = 10000.0
 ADALN_ROWS = 12  # shift, scale, gate of two sites in two streams
 
+GLM_LINEAR_GELU = BitExactFusionGate("glm_image.linear_gelu", per_signature=True)
 GLM_LN_MODULATE = BitExactFusionGate("glm_image.layernorm_modulate", per_signature=True)
 GLM_QK_LAYERNORM = BitExactFusionGate("glm_image.qk_layernorm", per_signature=True)
 GLM_QK_NORM_ROPE = BitExactFusionGate("glm_image.qk_norm_rope", per_signature=True)
@@ -367,7 +369,7 @@ class GlmFeedForward(nn.Module):
 
 
 class GlmTanhGELU(nn.Module):
-    """Projection and tanh-GELU; the GELU joins the GEMM while `quality="high"` is mounted."""
+    """Projection and tanh-GELU in one GEMM: another one while `quality="high"` is mounted."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -377,7 +379,7 @@ class GlmTanhGELU(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if fused_gelu_active(self) and can_fuse_linear_gelu(self.proj, x):
             return fused_linear_gelu_tanh(x, self.proj.weight, self.proj.bias)
-        return F.gelu(self.proj(x), approximate="tanh")
+        return linear_gelu(GLM_LINEAR_GELU, self.proj, x)
 
 
 class GlmGELU(nn.Module):

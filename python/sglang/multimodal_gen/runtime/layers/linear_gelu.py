@@ -1,0 +1,39 @@
+"""Projection and tanh-GELU as one site: the GELU in the GEMM, where that is bit-exact."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate
+from sglang.kernels.ops.diffusion.fused_linear_gelu import forward_reject_reason
+from sglang.kernels.ops.diffusion.linear_gelu_bitexact import (
+    can_use_linear_gelu_bitexact,
+    linear_gelu_bitexact_cuda,
+    linear_gelu_bitexact_reference,
+)
+from sglang.multimodal_gen.runtime.layers.fused_site import run_site, takes
+
+
+def linear_gelu(gate: BitExactFusionGate, linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """gelu(linear(x)). x [..., K] -> [..., N]."""
+    if takes_linear_gelu(gate, linear, x):
+        return fused_linear_gelu(gate, linear, x)
+    return F.gelu(linear(x), approximate="tanh")
+
+
+def takes_linear_gelu(
+    gate: BitExactFusionGate, linear: nn.Module, x: torch.Tensor, *attn: torch.Tensor
+) -> bool:
+    """Whether the kernel is worth it here and was not found wrong. Few rows are not a fallback."""
+    if gate.disabled or forward_reject_reason(linear) is not None or linear.bias is None:
+        return False
+    return takes(can_use_linear_gelu_bitexact, x, linear.weight, linear.bias, *attn)
+
+
+def fused_linear_gelu(
+    gate: BitExactFusionGate, linear: nn.Linear, x: torch.Tensor, *attn: torch.Tensor
+) -> torch.Tensor:
+    """`cat([attn, gelu(linear(x))], 2)`, or without attn the GELU alone; `takes_linear_gelu` said
+    yes. x [B, S, K], attn [B, S, D] -> [B, S, D + N]."""
+    args = (x, linear.weight, linear.bias, *attn)
+    return run_site(gate, linear_gelu_bitexact_cuda, linear_gelu_bitexact_reference, *args)
