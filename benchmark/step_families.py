@@ -3,7 +3,8 @@ comes to its ceiling.
 
 GEMMs and attentions are rated in TFLOP/s, everything else in GB/s: bytes that must be read and
 written once, over the time the family's kernels took. The kernels of a fused site are told by
-running the site alone, so that a new kernel needs no entry in a list here.
+running the site alone, and its GEMMs by running its eager chain, so that a new kernel needs no
+entry in a list here.
 """
 
 import re
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from denoise_arms import DenoiseCase
-from op_counts import OpCounts, per_step, tensor_bytes
+from op_counts import OpCounter, OpCounts, per_step, tensor_bytes
 from tables import GAPS
 from torch.utils._pytree import tree_leaves
 
@@ -43,10 +44,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """Which kernels belong to fused sites, and the bytes a step moves through each family."""
+    """Which kernels belong to fused sites, and what a step asks of each family: bytes, and the
+    GEMMs that its kernels do themselves."""
 
     family_of_kernel: Mapping[str, str]
     family_bytes: Counter[str]
+    family_flops: Counter[str]
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,14 @@ def profile_arm(
     # fused, captured or compiled steps do the GEMMs and attentions of the plain ones
     plain = per_step(case, "diffusers" if arm.startswith("diffusers") else "eager")
     moved = Counter() if arm == "diffusers-compile" else per_step(case, arm).family_bytes
-    fused = FusedKernels({}, Counter())
+    fused = FusedKernels({}, Counter(), Counter())
     if arm in ("lossless", "high"):
         fused = fused_kernels(observed_sites(case, arm))
     kernels, step_ms = profiled_steps(case, arm)
     families = family_ms(kernels, len(step_ms), fused.family_of_kernel)
     families[GAPS] = statistics.median(step_ms) - busy_ms(kernels) / len(step_ms)
-    return families, family_rates(families, plain, moved + fused.family_bytes, ceilings)
+    moved += fused.family_bytes
+    return families, family_rates(families, plain, moved, fused.family_flops, ceilings)
 
 
 def profiled_steps(case: DenoiseCase, arm: str) -> tuple[list[Kernel], list[float]]:
@@ -153,6 +157,7 @@ def fused_kernels(
     """Run every site alone to learn its kernels and bytes. `launched` gives output and names."""
     family_of_kernel: dict[str, str] = {}
     family_bytes: Counter[str] = Counter()
+    family_flops: Counter[str] = Counter()
     for site in sites:
         output, names = (launched or run_alone)(site)
         own = [name for name in names if is_own(name)]
@@ -161,7 +166,15 @@ def fused_kernels(
         family = fused_family(own[0])
         family_of_kernel |= dict.fromkeys(own, family)
         family_bytes[family] += site.calls * sum(map(tensor_bytes, tensors((site.args, output))))
-    return FusedKernels(family_of_kernel, family_bytes)
+        family_flops[family] += site.calls * gemm_flops(site)
+    return FusedKernels(family_of_kernel, family_bytes, +family_flops)
+
+
+def gemm_flops(site: SiteRecord) -> int:
+    """Of the GEMMs in the site's eager chain."""
+    with torch.inference_mode(), OpCounter() as counter:
+        site.reference(*site.args)
+    return counter.counts.gemm_flops
 
 
 def is_own(kernel: str) -> bool:
@@ -185,11 +198,13 @@ def family_rates(
     families: Mapping[str, float],
     counts: OpCounts,
     family_bytes: Mapping[str, int],
+    family_flops: Mapping[str, int],
     ceilings: Ceilings,
 ) -> dict[str, dict[str, Any]]:
     """Family -> {value, unit, pct_of_ceiling}, for the families whose work is known."""
-    tflops = {
-        "gemm": (counts.gemm_flops, ceilings.gemm_tflops),
+    tflops = {family: (flops, ceilings.gemm_tflops) for family, flops in family_flops.items()}
+    tflops |= {
+        "gemm": (counts.gemm_flops - sum(family_flops.values()), ceilings.gemm_tflops),
         "attention": (counts.attention_flops, ceilings.attention_tflops),
     }
     rates = {}

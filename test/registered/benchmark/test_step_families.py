@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import step_families
 import torch
+import torch.nn.functional as F
 from op_counts import Attention, Gemm, OpCounts, tensor_bytes
 from step_families import (
     Ceilings,
@@ -98,11 +99,20 @@ def test_a_fused_site_owns_its_kernels_and_moves_each_byte_once():
     assert fused.family_of_kernel == {"my_add_kernel": "my_add"}
     a, b = (32 + 8 + 32) * 4, (32 + 32 + 32) * 4
     assert fused.family_bytes == {"my_add": 3 * a + b}
+    assert not fused.family_flops
+
+
+def test_a_fused_site_takes_the_gemms_of_its_eager_chain_along():
+    x, weight = torch.zeros(4, 8), torch.zeros(16, 8)
+    gate = BitExactFusionGate("linear")
+    site = SiteRecord(gate, (), F.linear, F.linear, (x, weight), calls=3)
+    fused = fused_kernels([site], lambda site: (x, ["my_linear_gelu_kernel"]))
+    assert fused.family_flops == {"my_linear_gelu": 3 * 2 * 4 * 8 * 16}
 
 
 def test_a_site_that_launches_only_torch_s_kernels_is_no_family():
     fused = fused_kernels([_site("a", 1, ())], lambda site: (None, ["void at::native::cat"]))
-    assert fused == FusedKernels({}, Counter())
+    assert fused == FusedKernels({}, Counter(), Counter())
 
 
 def test_tensor_bytes_of_views():
@@ -117,11 +127,22 @@ def test_rates_stand_against_the_right_ceiling():
         Counter({Gemm(1000, 1000, 1000, True): 350}), Counter({Attention(1, 1, 1000, 1000, 75): 1})
     )
     families = {"gemm": 1.0, "attention": 0.5, "norm": 0.001, "other": 1.0, "gaps": 2.0}
-    rates = family_rates(families, counts, {"norm": 2_000_000}, CEILINGS)
+    rates = family_rates(families, counts, {"norm": 2_000_000}, {}, CEILINGS)
     assert rates == {
         "gemm": {"value": 700.0, "unit": "TFLOP/s", "pct_of_ceiling": 100.0},
         "attention": {"value": 0.6, "unit": "TFLOP/s", "pct_of_ceiling": 0.1},
         "norm": {"value": 2000.0, "unit": "GB/s", "pct_of_ceiling": 50.0},
+    }
+
+
+def test_gemms_of_fused_kernels_are_not_those_of_the_library():
+    counts = OpCounts(Counter({Gemm(1000, 1000, 1000, True): 350}))
+    rates = family_rates(
+        {"gemm": 0.5, "linear_gelu": 1.0}, counts, {}, {"linear_gelu": 350 * 10**9}, CEILINGS
+    )
+    assert rates == {
+        "gemm": {"value": 700.0, "unit": "TFLOP/s", "pct_of_ceiling": 100.0},
+        "linear_gelu": {"value": 350.0, "unit": "TFLOP/s", "pct_of_ceiling": 50.0},
     }
 
 
