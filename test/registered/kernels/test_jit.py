@@ -1,6 +1,7 @@
 import ctypes
 import logging
 import multiprocessing
+import struct
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -219,26 +220,102 @@ def test_too_many_arguments_are_refused(source):
         CudaKernel(source, "scale", "P" * 17)
 
 
-def test_a_launch_packs_its_arguments(source, monkeypatch):
-    """Against a stand-in for the driver: each argument starts its own 8-byte slot."""
-    seen = []
+class FakeDriver:
+    """Stands for the driver's launch: keeps what it was given and where the arguments lay."""
 
-    def driver_launch(function, *rest):
-        (grid_and_block, stream, address) = rest[:7], rest[7], rest[8]
-        slots = (ctypes.c_void_p * 5).from_address(address)
-        types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_float)
-        values = [t.from_address(slot).value for t, slot in zip(types, slots, strict=True)]
-        seen.append((function, grid_and_block, stream, values))
+    def __init__(self):
+        self.calls = []
+
+    def launch(self, function, *rest):
+        self.calls.append((function, rest[:6], *rest[6:9]))
         return (0,)
 
+    def arguments(self, *types):
+        """Of the last launch, one per ctypes type, each read where its pointer points."""
+        slots = (ctypes.c_void_p * len(types)).from_address(self.calls[-1][4])
+        values = [t.from_address(slot) for t, slot in zip(types, slots, strict=True)]
+        return [value.raw if isinstance(value, ctypes.Array) else value.value for value in values]
+
+
+@pytest.fixture
+def fake(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 77, raising=False)
     monkeypatch.setattr(jit, "_bind_context", lambda driver, device: None)
-    kernel = CudaKernel(source, "scale", "PPqif")
-    kernel._functions[0], kernel._driver_launch = "function", driver_launch
-    kernel.launch(0, (5, 6), 128, 2**63 + 1, 2, -(2**40), -3, 0.5)
-    launched = (5, 6, 1, 128, 1, 1, 0)
-    assert seen == [("function", launched, 77, [2**63 + 1, 2, -(2**40), -3, 0.5])]
+    monkeypatch.setattr(jit, "_thread", threading.local())
+    return FakeDriver()
+
+
+def loaded(fake, signature, **options):
+    """A kernel that launches through the fake driver."""
+    kernel = CudaKernel(Path("scale.cuh"), "scale", signature, **options)
+    kernel._functions[0], kernel._driver_launch = "function", fake.launch
+    return kernel
+
+
+P, Q, I32, F32, MAP = (
+    ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_char * 128
+)  # fmt: skip
+
+
+def test_a_launch_packs_its_arguments(fake):
+    """Each argument starts its own slot, of 8 bytes but for tensor maps."""
+    loaded(fake, "PPqif").launch(0, (5, 6), 128, 2**63 + 1, 2, -(2**40), -3, 0.5)
+    function, grid_and_block, shared, stream, _ = fake.calls[0]
+    assert (function, grid_and_block, shared) == ("function", (5, 6, 1, 128, 1, 1), 0)
+    assert stream == 77
+    assert fake.arguments(P, P, Q, I32, F32) == [2**63 + 1, 2, -(2**40), -3, 0.5]
+
+
+def test_a_tensor_map_lies_among_the_arguments(fake):
+    first, second = bytes(range(128)), bytes(range(127, -1, -1))
+    loaded(fake, "iTTP").launch(0, (1, 1), 384, -3, first, second, 2**63 + 1)
+    assert fake.arguments(I32, MAP, MAP, P) == [-3, first, second, 2**63 + 1]
+
+
+def test_shared_memory_is_asked_for(fake):
+    loaded(fake, "P", shared_bytes=197_696).launch(0, (132, 1), 384, 0)
+    assert fake.calls[0][2] == 197_696
+
+
+def test_kernels_share_arguments_of_one_layout_and_no_others(fake):
+    kernels = [loaded(fake, signature) for signature in ("PPqif", "TPi", "PPqIf", "PPqif")]
+    given = [(1, 2, 3, 4, 0.5), (bytes(range(128)), 5, -6), (7, 8, 9, 10, 1.5), (1, 2, 3, 4, 2.5)]
+    layouts = [(P, P, Q, I32, F32), (MAP, P, I32), (P, P, Q, I32, F32), (P, P, Q, I32, F32)]
+    for _ in range(2):
+        for kernel, arguments, types in zip(kernels, given, layouts, strict=True):
+            kernel.launch(0, (1, 1), 128, *arguments)
+            assert fake.arguments(*types) == list(arguments)
+    places = [call[4] for call in fake.calls]
+    assert places[:4] == places[4:] and places[0] == places[3] and len(set(places)) == 3
+
+
+def test_each_thread_has_its_own_arguments(fake):
+    kernel, barrier = loaded(fake, "TP"), threading.Barrier(2)
+
+    def launch(value):
+        barrier.wait()  # both threads are alive at once, so that no memory is used again
+        kernel.launch(0, (1, 1), 128, bytes(128), value)
+        barrier.wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(launch, range(2)))
+    assert len({call[4] for call in fake.calls}) == 2
+
+
+def test_a_kernel_for_one_architecture_says_so_elsewhere(source, cache, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    kernel = CudaKernel(source, "scale", "PPqif", only_on="sm_90a")
+    assert not kernel.ready(0)
+    assert kernel.failure == "scale is for sm_90a, and this GPU is sm_100"
+    (record,) = caplog.records
+    assert "run eager, correctness is preserved: scale is for sm_90a" in record.message
+
+
+@pytest.mark.parametrize("only_on, found", ((None, "sm_90"), ("sm_90a", "sm_90a")))
+def test_the_architecture_that_is_compiled_for(source, only_on, found):
+    assert CudaKernel(source, "scale", "P", only_on=only_on)._arch(9, 0) == found
 
 
 # --- on a GPU ---
@@ -342,3 +419,32 @@ def test_threads_race_to_the_first_use(source, cache, runs):
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda _: kernel.ready(0), range(8)))
     assert len(runs) == 1
+
+
+SHARED = """struct Map { unsigned long long words[16]; };
+extern "C" __global__ void through(int last, const __grid_constant__ Map map, long long* out) {
+  extern __shared__ long long memory[];
+  memory[last - threadIdx.x] = map.words[threadIdx.x];
+  __syncthreads();
+  out[threadIdx.x] = memory[last - 15 + threadIdx.x];
+}
+"""
+
+
+@pytest.mark.cuda
+def test_a_map_goes_through_the_last_bytes_of_shared_memory(source, cache):
+    source.write_text(SHARED)
+    kernel = CudaKernel(source, "through", "iTP", shared_bytes=200_000)
+    assert kernel.ready(0), kernel.failure
+    words, out = list(range(100, 116)), torch.zeros(16, dtype=torch.int64, device="cuda")
+    packed = struct.pack("16q", *words)
+    kernel.launch(0, (1, 1), 16, 200_000 // 8 - 1, packed, out.data_ptr())
+    assert out.tolist() == words[::-1]
+
+
+@pytest.mark.cuda
+def test_more_shared_memory_than_there_is_is_a_failure(source, cache):
+    source.write_text(SHARED)
+    kernel = CudaKernel(source, "through", "iTP", shared_bytes=2**20)
+    assert not kernel.ready(0)
+    assert kernel.failure.startswith("1048576 bytes of shared memory for through failed: CUDA_")
