@@ -77,7 +77,7 @@ def best_tile(rows: int, columns: int, device: int) -> GemmTile | None:
 def fills_device(rows: int, columns: int, device: int) -> bool:
     """Whether whole tiles keep the GPU about as busy as cuBLAS's choice of many sizes does."""
     tile = best_tile(rows, columns, device)
-    if tile is None or rows < MIN_ROWS:
+    if tile is None or rows < MIN_ROWS or not columns:
         return False
     clusters = multiprocessors(device) // CLUSTER
     ideal = rows * columns / (CLUSTER * ROWS * clusters)
