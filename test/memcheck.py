@@ -15,8 +15,14 @@ import torch  # noqa: E402
 
 from sglang.kernels.ops.diffusion.fused_linear_gelu import fused_linear_gelu_tanh  # noqa: E402
 from sglang.kernels.ops.diffusion.fused_ln_modulate import fused_ln_modulate  # noqa: E402
+from sglang.kernels.ops.diffusion.gated_linear_gelu_bitexact import (  # noqa: E402
+    gated_linear_gelu_bitexact_cuda,
+)
 from sglang.kernels.ops.diffusion.gelu_mul import gelu_mul_cuda  # noqa: E402
 from sglang.kernels.ops.diffusion.gelu_tanh_concat import gelu_tanh_concat_cuda  # noqa: E402
+from sglang.kernels.ops.diffusion.linear_gelu_bitexact import (  # noqa: E402
+    linear_gelu_bitexact_cuda,
+)
 from sglang.kernels.ops.diffusion.modulate_scale_shift import (  # noqa: E402
     modulate_scale_shift_cuda,
 )
@@ -55,6 +61,27 @@ def normal(*shape: int) -> torch.Tensor:
 
 def integers(*values: int) -> torch.Tensor:
     return torch.tensor(values, device="cuda")
+
+
+def gemm_calls() -> dict[str, Callable[[], object]]:
+    """The Hopper GEMMs: 1269 rows of 17 blocks of K, so many columns that an H200 takes them in
+    tiles of 256 (3328) and of 192 (2496)."""
+    x, weight, bias, attn = (
+        normal(*size) for size in [(1, 1269, 1088), (3328, 1088), (3328,), (1, 1269, 200)]
+    )
+    return {
+        "linear_gelu_bitexact": lambda: linear_gelu_bitexact_cuda(x, weight, bias),
+        "linear_gelu_bitexact behind attn": lambda: linear_gelu_bitexact_cuda(
+            x, weight, bias, attn[..., 56:192]
+        ),
+        "linear_gelu_bitexact of narrow tiles": lambda: linear_gelu_bitexact_cuda(
+            x, weight[:2496], bias[:2496], attn
+        ),
+        "gated_linear_gelu_bitexact": lambda: gated_linear_gelu_bitexact_cuda(x, *weight.chunk(2)),
+        "gated_linear_gelu_bitexact of narrow tiles": lambda: gated_linear_gelu_bitexact_cuda(
+            x, *weight[:2496].chunk(2)
+        ),
+    }
 
 
 def prior_calls() -> dict[str, Callable[[], object]]:
@@ -123,7 +150,7 @@ def main() -> None:
             )
         ),
     }
-    for name, call in (calls | prior_calls()).items():
+    for name, call in (calls | gemm_calls() | prior_calls()).items():
         call()
         torch.cuda.synchronize()
         print("ran", name)

@@ -37,6 +37,7 @@ MODULATE = {"x": (2, 8, 64), "scale": (2, 64), "shift": (2, 64)}
 PLACES = {"tokens": ((5,), I64), "token": ((1, 1), I64), "step": ((1,), I64), "slot": ((1,), I64)}
 CACHE = {"keys": (1, 2, 64, 16), "values": (1, 2, 64, 16)}
 LINEAR = {"weight": (64, 64), "bias": LINE}
+ROWS, WEIGHT = (2, 512, 1024), (256, 1024)  # the least that a GEMM takes, if the GPU is small
 ARGUMENTS = {
     "can_fuse_linear_gelu": LINEAR | {"x": (1, 8, 64)},
     "can_fuse_linear_gelu_static": LINEAR,
@@ -52,12 +53,15 @@ ARGUMENTS = {
     "can_use_fused_qk_rmsnorm_rotate_half": QK | WEIGHTS | {"cos": (8, 1, 64), "sin": (8, 1, 64)},
     "can_use_fused_rmsnorm_scale_shift": {"x": (1, 8, 4096), "update": (1, 8, 4096)}
     | {"weight": (4096,), "scale": (1, 4096), "shift": (1, 4096), "gate": (1, 4096)},
+    "can_use_gated_linear_gelu_bitexact": {"x": ROWS, "gate": WEIGHT, "up": WEIGHT},
     "can_use_gelu_mul_cuda": {"up": (2, 8, 64), "gate": (2, 8, 64)},
     "can_use_gelu_tanh_concat_cuda": {"attn": (2, 8, 64), "mlp": (2, 8, 128)},
     "can_use_gemv": {"x": ROW, "weight": MATRIX, "bias": (8,)},
     "can_use_gemv_qkv": {"x": ROW, "q": MATRIX, "k": MATRIX, "v": MATRIX}
     | {"q_bias": (8,), "k_bias": (8,), "v_bias": (8,)},
     "can_use_gemv_swiglu": {"x": ROW, "weight": MATRIX},
+    "can_use_linear_gelu_bitexact": {"x": ROWS, "weight": WEIGHT, "bias": (256,)}
+    | {"attn": (2, 512, 64)},
     "can_use_modulate_scale_shift_cuda": MODULATE,
     "can_use_residual_gate_add_cuda": {n: (2, 8, 64) for n in ("residual", "update", "gate")},
     "can_use_residual_rmsnorm": {"x": ROW, "update": ROW, "update_weight": LINE, "weight": LINE},
@@ -119,6 +123,10 @@ def ask(monkeypatch):
             for module in MODULES:
                 if hasattr(module, "triton_runs_on"):
                     patch.setattr(module, "triton_runs_on", lambda device: device.type != "meta")
+                if hasattr(module, "is_hopper"):
+                    patch.setattr(module, "is_hopper", lambda device: device == 0)
+                if hasattr(module, "multiprocessors"):
+                    patch.setattr(module, "multiprocessors", lambda device: 4)
             return PREDICATES[name](**arguments)
 
     return call
