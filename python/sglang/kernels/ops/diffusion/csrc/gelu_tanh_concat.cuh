@@ -35,7 +35,7 @@ __device__ __forceinline__ void gelu_tanh_concat(const Vector* attn, const Vecto
       float values[T::kValues];
       T::unpack(loaded[step], values);
 #pragma unroll
-      for (int k = 0; k < T::kValues; ++k) values[k] = gelu_tanh(values[k]);
+      for (int k = 0; k < T::kValues; ++k) values[k] = gelu_tanh_stored<T>(values[k]);
       loaded[step] = T::pack(values);
     }
     store(out + i, loaded[step]);

@@ -7,18 +7,17 @@
 
 template <typename T>
 struct GeluTanh {
-  static constexpr int kOperands = 1;
   char* out;
   long long stride;  // bytes from row to row
 
-  __device__ __forceinline__ void apply(int row, int column, const uint2 (&values)[1]) const {
-    const uint2 result = {gelu(values[0].x), gelu(values[0].y)};
+  __device__ __forceinline__ void operator()(int row, int column, const uint2& values) const {
+    const uint2 result = {gelu(values.x), gelu(values.y)};
     *reinterpret_cast<uint2*>(out + row * stride + column * 2) = result;
   }
   static __device__ __forceinline__ unsigned int gelu(unsigned int pair) {
     float low, high;
     T::unpack_pair(pair, low, high);
-    return T::pack_pair(gelu_tanh(low), gelu_tanh(high));
+    return T::pack_pair(gelu_tanh_stored<T>(low), gelu_tanh_stored<T>(high));
   }
 };
 

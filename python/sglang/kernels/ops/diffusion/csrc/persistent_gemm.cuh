@@ -5,19 +5,16 @@
 // own rows of x, and half of the weight's rows for both. One warpgroup loads; two multiply, 64 rows
 // each. Sums go over K in steps of 16, first to last, in the tensor core's float32, which is the
 // order of cuBLAS's kernels that do not cut K. A finished tile is rounded to storage, as eager rounds
-// what it writes, and stays in registers; its epilogue is cut into pieces of 16 columns of each
-// operand, which run while the tensor cores work at the next tile.
-//
-// An epilogue type has
-//   kOperands      1, or 2 where the tile's columns are halves: of two weights, side by side
-//   apply(row, column, values)   writes out at (row, column .. column + 3) from `values` of each
-//                                operand, two 32-bit words of storage values
+// what it writes, and stays in registers; its epilogue is cut into pieces of 16 columns, which run
+// while the tensor cores work at the next tile. An epilogue is called with (row, column, values) and
+// writes what becomes of the four values in columns column .. column + 3.
 #include "hopper.cuh"
 #include "rounding.cuh"
 
 constexpr int kRows = 128, kColumns = TILE_COLUMNS, kDepth = 64, kStages = STAGES;
 constexpr int kXBytes = kRows * kDepth * 2, kStageBytes = kXBytes + kColumns * kDepth * 2;
 constexpr int kThreads = 384, kConsumers = 2, kCluster = 2, kHalf = kColumns / kCluster;
+constexpr int kPieces = kColumns / 16;
 
 struct Problem {
   int rows, columns, blocks, group;  // blocks of kDepth along K; pairs of row tiles kept together
@@ -85,28 +82,28 @@ struct Shared {
   }
 };
 
-// One thread. `weights` has rows 0 .. kHalf of a tile for rank 0, the others for rank 1.
-template <int kOperands>
+// One thread: this block's rows of x, and its half of the weight's rows for both blocks.
 __device__ __forceinline__ void load_tiles(const Problem& p, const Shared& shared,
                                            const TensorMap& x, const TensorMap& weight) {
   Ring ring;
   for (Tiles tiles(p); tiles.any(); tiles.next()) {
     const Tile tile = tiles.at();
-    const int row = kOperands == 2 ? tile.column / 2 : tile.column + kHalf * tiles.rank;
-    const int offset = kXBytes + kHalf * tiles.rank * kDepth * 2;
+    const int half = kHalf * tiles.rank, offset = kXBytes + half * kDepth * 2;
     for (int block = 0; block < p.blocks; ++block, ring.next()) {
       const unsigned int full = shared.full_at(ring), stage = shared.stage_at(ring);
       barrier_wait(shared.empty_at(ring), ring.parity ^ 1);
       barrier_expect(full, kStageBytes);
       load_box(stage, x, block * kDepth, tile.row, full);
-      load_box_to((1 << kCluster) - 1, stage + offset, weight, block * kDepth, row, full);
+      load_box_to((1 << kCluster) - 1, stage + offset, weight, block * kDepth,
+                  tile.column + half, full);
     }
   }
 }
 
-// A warpgroup's 64 rows of a tile as storage values. Word 4 c + 2 h + ... of thread t: see `row`.
+// A warpgroup's 64 rows of a tile as storage values, two a word. Of thread t, word 2 g + h has the
+// columns from 8 g + 2 (t % 4) of row 16 (t / 32) + t % 32 / 4 + 8 h.
 struct Finished {
-  unsigned int words[kColumns / 4];  // 2 g + h: columns 8 g + 2 (t % 4) of row t / 4 + 8 h of a warp
+  unsigned int words[kColumns / 4];
   Tile tile;
   bool any = false;
 };
@@ -120,46 +117,35 @@ __device__ __forceinline__ uint2 four_columns(unsigned int left, unsigned int ri
 template <typename Epilogue>
 __device__ __forceinline__ void finish_piece(const Problem& p, const Epilogue& epilogue,
                                              const Finished& done, int piece, int row) {
-  constexpr int kOperands = Epilogue::kOperands, kApart = kColumns / 4 / kOperands;
   const int quad = threadIdx.x & 3;
   const bool odd = quad & 1;
-  const int column = done.tile.column / kOperands + 16 * piece + 2 * quad + (odd ? 6 : 0);
+  const int column = done.tile.column + 16 * piece + 2 * quad + (odd ? 6 : 0);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    uint2 values[kOperands];
-#pragma unroll
-    for (int i = 0; i < kOperands; ++i) {
-      const int word = i * kApart + 4 * piece + half;
-      values[i] = four_columns(done.words[word], done.words[word + 2], odd);
-    }
-    const int at = done.tile.row + row + 8 * half;
-    if (at < p.rows) epilogue.apply(at, column, values);
+    const int word = 4 * piece + half, at = done.tile.row + row + 8 * half;
+    const uint2 values = four_columns(done.words[word], done.words[word + 2], odd);
+    if (at < p.rows) epilogue(at, column, values);
   }
 }
 
+// Adds the bias, which lies in the even words, and rounds.
 template <typename T>
-__device__ __forceinline__ void round_tile(float (&sum)[kColumns / 2], Finished& done,
-                                           bool has_bias) {
+__device__ __forceinline__ void round_tile(const float (&sum)[kColumns / 2], Finished& done) {
 #pragma unroll
   for (int group = 0; group < kColumns / 8; ++group) {
-    float low = 0, high = 0;
-    float* s = sum + 4 * group;
-    if (has_bias) {
-      T::unpack_pair(done.words[2 * group], low, high);
-      s[0] = __fadd_rn(s[0], low), s[1] = __fadd_rn(s[1], high);
-      s[2] = __fadd_rn(s[2], low), s[3] = __fadd_rn(s[3], high);
-    }
-    done.words[2 * group] = T::pack_pair(s[0], s[1]);
-    done.words[2 * group + 1] = T::pack_pair(s[2], s[3]);
+    const float* s = sum + 4 * group;
+    float low, high;
+    T::unpack_pair(done.words[2 * group], low, high);
+    done.words[2 * group] = T::pack_pair(__fadd_rn(s[0], low), __fadd_rn(s[1], high));
+    done.words[2 * group + 1] = T::pack_pair(__fadd_rn(s[2], low), __fadd_rn(s[3], high));
   }
 }
 
-// One warpgroup; `below` is its first row in a tile. bias may be null.
+// One warpgroup; `below` is its first row in a tile.
 template <typename T, typename Epilogue>
 __device__ __forceinline__ void multiply_tiles(const Problem& p, const Shared& shared,
                                                const unsigned int* bias, const Epilogue& epilogue,
                                                int below) {
-  constexpr int kPieces = kColumns / 16 / Epilogue::kOperands;
   const int thread = threadIdx.x % 128, row = below + thread / 32 * 16 + thread % 32 / 4;
   const int piece_blocks = p.blocks / kPieces, last_blocks = p.blocks - (kPieces - 1) * piece_blocks;
   Ring ring;
@@ -191,7 +177,7 @@ __device__ __forceinline__ void multiply_tiles(const Problem& p, const Shared& s
     for (int piece = 0; piece < kPieces; ++piece) {
       multiply_block(piece == 0);
       if (done.any) finish_piece(p, epilogue, done, piece, row);
-      if (piece == kPieces - 1 && bias != nullptr) {  // the words are free now
+      if (piece == kPieces - 1) {  // the words are free now
 #pragma unroll
         for (int group = 0; group < kColumns / 8; ++group)
           done.words[2 * group] = __ldg(bias + tile.column / 2 + 4 * group + thread % 4);
@@ -202,7 +188,7 @@ __device__ __forceinline__ void multiply_tiles(const Problem& p, const Shared& s
     products_wait<0>();
     if (thread < kCluster) barrier_arrive(reading, thread);
     products_done(sum);
-    round_tile<T>(sum, done, bias != nullptr);
+    round_tile<T>(sum, done);
     done.tile = tile, done.any = true;
   }
 #pragma unroll
@@ -210,30 +196,28 @@ __device__ __forceinline__ void multiply_tiles(const Problem& p, const Shared& s
     if (done.any) finish_piece(p, epilogue, done, piece, row);
 }
 
-struct NothingElse {
-  __device__ __forceinline__ void operator()(int, int) const {}
-};
-
 // The whole kernel: dynamic shared memory of kStages * (kStageBytes + 16) + 1024 bytes, kThreads
-// threads, an even number of blocks. `weight` is the map of the rows that this block loads.
-// `meanwhile(warp, warps)` runs in the three warps of a block that have nothing to load.
-template <typename T, typename Epilogue, typename Meanwhile = NothingElse>
+// threads, an even number of blocks. `meanwhile(warp, warps)` runs in the three warps of each block
+// that have nothing to load.
+template <typename T, typename Epilogue, typename Meanwhile>
 __device__ __forceinline__ void persistent_gemm(const Problem& p, const TensorMap& x,
                                                 const TensorMap& weight, const unsigned int* bias,
                                                 const Epilogue& epilogue,
-                                                const Meanwhile& meanwhile = {}) {
+                                                const Meanwhile& meanwhile) {
   extern __shared__ char memory[];
   const Shared shared(memory);
   if (threadIdx.x == 0) {
     prefetch(x), prefetch(weight);
     shared.init();
   }
+  __syncwarp();
   cluster_sync();
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
   if (warp < 4) {
     shrink_registers<40>();
-    if (threadIdx.x == 0) load_tiles<Epilogue::kOperands>(p, shared, x, weight);
+    if (threadIdx.x == 0) load_tiles(p, shared, x, weight);
     if (warp > 0) meanwhile(blockIdx.x * 3 + warp - 1, gridDim.x * 3);
+    __syncwarp();
   } else {
     grow_registers<232>();
     multiply_tiles<T>(p, shared, bias, epilogue, (warp / 4 - 1) * 64);

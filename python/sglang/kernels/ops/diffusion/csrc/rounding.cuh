@@ -53,6 +53,8 @@ struct Halves : Pair {
 };
 
 struct Bfloat16Pair {
+  static constexpr int kMantissaBits = 7;
+
   static __device__ __forceinline__ void unpack_pair(unsigned int word, float& low, float& high) {
     low = __uint_as_float(word << 16);
     high = __uint_as_float(word & 0xffff0000u);
@@ -66,6 +68,8 @@ struct Bfloat16Pair {
 };
 
 struct Float16Pair {
+  static constexpr int kMantissaBits = 10;
+
   static __device__ __forceinline__ void unpack_pair(unsigned int word, float& low, float& high) {
     asm("{ .reg .b16 a, b;\n\t"
         "mov.b32 {a, b}, %2;\n\t"
