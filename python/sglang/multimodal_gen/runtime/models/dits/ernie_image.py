@@ -16,12 +16,6 @@ import torch
 from torch import nn
 
 from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate
-from sglang.kernels.ops.diffusion.fused_linear_gelu import forward_reject_reason
-from sglang.kernels.ops.diffusion.gated_linear_gelu_bitexact import (
-    can_use_gated_linear_gelu_bitexact,
-    gated_linear_gelu_bitexact_cuda,
-    gated_linear_gelu_bitexact_reference,
-)
 from sglang.kernels.ops.diffusion.gelu_mul import (
     can_use_gelu_mul_cuda,
     gelu_mul_cuda,
@@ -63,7 +57,6 @@ ERNIE_GATED_NORM_SCALE_SHIFT = BitExactFusionGate(
 ERNIE_RESIDUAL_GATE_ADD = BitExactFusionGate("ernie.residual_gate_add", per_signature=True)
 ERNIE_QK_NORM_ROPE = BitExactFusionGate("ernie.qk_norm_rope", per_signature=True)
 ERNIE_GELU_MUL = BitExactFusionGate("ernie.gelu_mul", per_signature=True)
-ERNIE_GATED_GELU = BitExactFusionGate("ernie.gated_linear_gelu", per_signature=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +227,7 @@ class ErnieImageFeedForward(nn.Module):
         self.linear_fc2 = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear_fc2(_ernie_gated_gelu(x, self.gate_proj, self.up_proj))
+        return self.linear_fc2(_ernie_gelu_mul(self.up_proj(x), self.gate_proj(x)))
 
 
 class ErnieImageFinalNorm(nn.Module):
@@ -362,18 +355,6 @@ def _ernie_qk_norm_rope(
     usable = takes(can_use_fused_qk_rmsnorm_rotate_half, *args)
     fused = fused_qk_rmsnorm_rotate_half if usable else None
     return run_site(ERNIE_QK_NORM_ROPE, fused, qk_rmsnorm_rotate_half_reference, *args, norm_q.eps)
-
-
-def _ernie_gated_gelu(x: torch.Tensor, gate: nn.Module, up: nn.Module) -> torch.Tensor:
-    """up(x) * gelu(gate(x)). [B, J, D] -> [B, J, F]; one site a block. Where the one kernel is not
-    worth it, that of the product alone may run: a site of its own."""
-    plain = forward_reject_reason(gate) is None and forward_reject_reason(up) is None
-    if plain and not ERNIE_GATED_GELU.disabled:
-        args = (x, gate.weight, up.weight)
-        if takes(can_use_gated_linear_gelu_bitexact, *args):
-            fused = gated_linear_gelu_bitexact_cuda
-            return run_site(ERNIE_GATED_GELU, fused, gated_linear_gelu_bitexact_reference, *args)
-    return _ernie_gelu_mul(up(x), gate(x))
 
 
 def _ernie_gelu_mul(up: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
