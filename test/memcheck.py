@@ -15,9 +15,6 @@ import torch  # noqa: E402
 
 from sglang.kernels.ops.diffusion.fused_linear_gelu import fused_linear_gelu_tanh  # noqa: E402
 from sglang.kernels.ops.diffusion.fused_ln_modulate import fused_ln_modulate  # noqa: E402
-from sglang.kernels.ops.diffusion.gated_linear_gelu_bitexact import (  # noqa: E402
-    gated_linear_gelu_bitexact_cuda,
-)
 from sglang.kernels.ops.diffusion.gelu_mul import gelu_mul_cuda  # noqa: E402
 from sglang.kernels.ops.diffusion.gelu_tanh_concat import gelu_tanh_concat_cuda  # noqa: E402
 from sglang.kernels.ops.diffusion.linear_gelu_bitexact import (  # noqa: E402
@@ -76,10 +73,6 @@ def gemm_calls() -> dict[str, Callable[[], object]]:
         ),
         "linear_gelu_bitexact of narrow tiles": lambda: linear_gelu_bitexact_cuda(
             x, weight[:2496], bias[:2496], attn
-        ),
-        "gated_linear_gelu_bitexact": lambda: gated_linear_gelu_bitexact_cuda(x, *weight.chunk(2)),
-        "gated_linear_gelu_bitexact of narrow tiles": lambda: gated_linear_gelu_bitexact_cuda(
-            x, *weight[:2496].chunk(2)
         ),
     }
 

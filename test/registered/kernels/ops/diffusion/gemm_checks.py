@@ -1,4 +1,4 @@
-"""What the tests of the GEMMs with a GELU in their epilogue share: operands and stand-ins.
+"""Operands and stand-ins for the tests of a GEMM with an epilogue of its own.
 
 Eager's GEMM is the standard at the models' shapes only: elsewhere cuBLAS may cut K, and then sums
 in another order. There, operands whose sums are exact in float32 in any order take its place.

@@ -46,7 +46,6 @@ def test_tiles_fit_shared_memory():
         (4608, 12288, NARROW, 18 * 64, 18 * 192),  # FLUX.1's joint stream: 1152 pairs in 18 waves
         (4096, 12288, WIDE, 16 * 48, 12 * 256),  # its image stream; the narrow tile ties
         (4096, 16384, WIDE, 16 * 64, 16 * 256),  # GLM-Image; 192 does not divide it
-        (4216, 24576, NARROW, 17 * 128, 33 * 192),  # ERNIE-Image, gate and up
     ],
 )
 def test_the_tile_of_a_models_shape(rows, columns, tile, pairs, time):

@@ -53,7 +53,6 @@ ARGUMENTS = {
     "can_use_fused_qk_rmsnorm_rotate_half": QK | WEIGHTS | {"cos": (8, 1, 64), "sin": (8, 1, 64)},
     "can_use_fused_rmsnorm_scale_shift": {"x": (1, 8, 4096), "update": (1, 8, 4096)}
     | {"weight": (4096,), "scale": (1, 4096), "shift": (1, 4096), "gate": (1, 4096)},
-    "can_use_gated_linear_gelu_bitexact": {"x": ROWS, "gate": WEIGHT, "up": WEIGHT},
     "can_use_gelu_mul_cuda": {"up": (2, 8, 64), "gate": (2, 8, 64)},
     "can_use_gelu_tanh_concat_cuda": {"attn": (2, 8, 64), "mlp": (2, 8, 128)},
     "can_use_gemv": {"x": ROW, "weight": MATRIX, "bias": (8,)},
