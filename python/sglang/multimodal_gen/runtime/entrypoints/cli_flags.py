@@ -1,7 +1,6 @@
 """Command line flags built from the fields of settings dataclasses: no default is written twice.
 
-A flag that is not given leaves nothing in the namespace, so defaults and checks
-stay in the dataclass.
+A flag that is not given leaves no value: defaults and checks stay in the dataclass.
 """
 
 import argparse

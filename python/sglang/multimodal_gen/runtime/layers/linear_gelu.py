@@ -5,7 +5,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate
-from sglang.kernels.ops.diffusion.fused_linear_gelu import forward_reject_reason
+from sglang.kernels.ops.diffusion.fused_linear_gelu import (
+    can_fuse_linear_gelu,
+    forward_reject_reason,
+    fused_gelu_active,
+    fused_linear_gelu_tanh,
+)
 from sglang.kernels.ops.diffusion.linear_gelu_bitexact import (
     can_use_linear_gelu_bitexact,
     linear_gelu_bitexact_cuda,
@@ -14,10 +19,18 @@ from sglang.kernels.ops.diffusion.linear_gelu_bitexact import (
 from sglang.multimodal_gen.runtime.layers.fused_site import run_site, takes
 
 
-def linear_gelu(gate: BitExactFusionGate, linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """gelu(linear(x)). x [..., K] -> [..., N]."""
+def linear_gelu(
+    gate: BitExactFusionGate, site: nn.Module, linear: nn.Module, x: torch.Tensor
+) -> torch.Tensor:
+    """gelu(linear(x)). x [..., K] -> [..., N].
+
+    In the bit-exact GEMM where it is worth it; else, under a mounted `quality="high"`, in that of
+    cuBLASLt, which at many rows is no faster; else one after the other.
+    """
     if takes_linear_gelu(gate, linear, x):
         return fused_linear_gelu(gate, linear, x)
+    if fused_gelu_active(site) and can_fuse_linear_gelu(linear, x):
+        return fused_linear_gelu_tanh(x, linear.weight, linear.bias)
     return F.gelu(linear(x), approximate="tanh")
 
 

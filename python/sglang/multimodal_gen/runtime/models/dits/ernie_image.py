@@ -140,8 +140,11 @@ class ErnieImageTransformer2DModel(nn.Module):
         vec = self.time_embedding(torch.cat([sines, cosines], dim=-1).to(img.dtype))
         modulation = self.adaLN_modulation(vec)[:, None].chunk(6, dim=-1)
 
+        # a block leaves its MLP's gated sum to the norm that comes next
+        mlp = None
         for block in self.layers:
-            joint = block(joint, modulation, rope)
+            joint, mlp = block(joint, mlp, modulation, rope)
+        joint = _ernie_residual_gate_add(joint, mlp, modulation[-1])
 
         # project image tokens back to latents
         tokens = share.whole(self.final_linear(self.final_norm(joint, vec)))
@@ -176,20 +179,30 @@ class ErnieImageBlock(nn.Module):
         self.mlp = ErnieImageFeedForward(params.hidden_size, params.ffn_hidden_size)
 
     def forward(
-        self, x: torch.Tensor, modulation: tuple[torch.Tensor, ...], rope: Rope
-    ) -> torch.Tensor:
-        """x [B, J, D], modulation six rows [B, 1, D]. Returns [B, J, D]."""
+        self,
+        x: torch.Tensor,
+        mlp: torch.Tensor | None,
+        modulation: tuple[torch.Tensor, ...],
+        rope: Rope,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, J, D] and what the MLP before gives to it, modulation six rows [B, 1, D]. Returns x
+        without this block's MLP, and its MLP [B, J, D]."""
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
 
-        # attention
-        norm = _ernie_norm_scale_shift(self.adaLN_sa_ln, x, scale_msa, shift_msa)
+        # attention; its norm takes the gated MLP before on the way
+        if mlp is None:
+            norm = _ernie_norm_scale_shift(self.adaLN_sa_ln, x, scale_msa, shift_msa)
+        else:
+            norm, x = _ernie_gated_norm_scale_shift(
+                self.adaLN_sa_ln, x, mlp, gate_mlp, scale_msa, shift_msa
+            )
         attn = self.self_attention(norm, rope)
 
         # MLP; its norm takes the gated attention on the way
         norm, x = _ernie_gated_norm_scale_shift(
             self.adaLN_mlp_ln, x, attn, gate_msa, scale_mlp, shift_mlp
         )
-        return _ernie_residual_gate_add(x, self.mlp(norm), gate_mlp)
+        return x, self.mlp(norm)
 
 
 class ErnieImageAttention(nn.Module):
@@ -281,7 +294,7 @@ def rope_tables(
 def _ernie_norm_scale_shift(
     norm: RMSNorm, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
 ) -> torch.Tensor:
-    """norm(x) * (1 + scale) + shift. x [B, J, D], rows [B, 1, D]; one site a block."""
+    """norm(x) * (1 + scale) + shift. x [B, J, D], rows [B, 1, D]; one site a forward."""
     args = (x, norm.weight, scale, shift)
     arithmetic = ARITHMETIC_OF_BACKEND[norm.backend]
     usable = takes(can_use_fused_rmsnorm_scale_shift, *args, norm=arithmetic)
@@ -305,8 +318,8 @@ def _ernie_gated_norm_scale_shift(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual = residual + gate * update, then the norm of it -> (out, residual).
 
-    residual, update [B, J, D], rows [B, 1, D]; one site a block. Where the one kernel does not run,
-    its two halves may: each is a site of its own.
+    residual, update [B, J, D], rows [B, 1, D]; two sites a block, one in the first. Where the one
+    kernel does not run, its two halves may: each is a site of its own.
     """
     usable = takes(
         can_use_fused_rmsnorm_scale_shift,
@@ -333,7 +346,7 @@ def _ernie_gated_norm_scale_shift(
 def _ernie_residual_gate_add(
     residual: torch.Tensor, update: torch.Tensor, gate: torch.Tensor
 ) -> torch.Tensor:
-    """residual + gate * update. [B, J, D], gate [B, 1, D]; one site a block, fp32 stays eager."""
+    """residual + gate * update. [B, J, D], gate [B, 1, D]; one site a forward, fp32 stays eager."""
     usable = residual.dtype != torch.float32 and takes(
         can_use_residual_gate_add_cuda, residual, update, gate
     )

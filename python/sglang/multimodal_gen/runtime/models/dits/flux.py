@@ -28,7 +28,7 @@ from sglang.multimodal_gen.runtime.distributed.tensor_parallel import (
     column_parallel,
 )
 from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
-from sglang.multimodal_gen.runtime.layers.linear_gelu import linear_gelu
+from sglang.multimodal_gen.runtime.layers.linear_gelu import linear_gelu, takes_linear_gelu
 from sglang.multimodal_gen.runtime.layers.packed_projections import project
 from sglang.multimodal_gen.runtime.layers.rotary import Rope, rope_tables
 from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
@@ -287,12 +287,14 @@ class FluxSingleTransformerBlock(nn.Module):
         """joint [B, J, D], modulation row [B, 3 D]. Returns [B, J, D]."""
         norm, gate = self.norm.modulate(joint, row)
         attention = self.attn.begin(norm, rope)
-        if fused_gelu_active(self) and can_fuse_linear_gelu(self.proj_mlp, norm):
+        exact = self.attn.attention.parts == 1 and takes_linear_gelu(
+            FLUX_LINEAR_GELU, self.proj_mlp, norm
+        )
+        if not exact and fused_gelu_active(self) and can_fuse_linear_gelu(self.proj_mlp, norm):
             mlp = fused_linear_gelu_tanh(norm, self.proj_mlp.weight, self.proj_mlp.bias)
             out = self._project_apart(attention(), mlp)
         else:
-            exchanges = self.attn.attention.parts > 1
-            out = self.proj_out(_flux_attn_and_mlp(attention, self.proj_mlp, norm, exchanges))
+            out = self.proj_out(_flux_attn_and_mlp(attention, self.proj_mlp, norm, exact))
         return _clip_fp16(_flux_residual_gate_add(joint, out, gate[:, None]))
 
     def _project_apart(self, attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
@@ -381,7 +383,7 @@ class FluxFeedForward(nn.Module):
 
 
 class FluxFusedGELUProj(nn.Module):
-    """Up-projection and tanh-GELU in one GEMM: another one while `quality="high"` is mounted.
+    """Up-projection and tanh-GELU, a site of `quality="high"`.
 
     Re-homes an existing linear as `.proj`, so the parameter path stays `net.0.proj`.
     """
@@ -392,9 +394,7 @@ class FluxFusedGELUProj(nn.Module):
         _mark_plain_gelu_site(self, "proj")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if fused_gelu_active(self) and can_fuse_linear_gelu(self.proj, x):
-            return fused_linear_gelu_tanh(x, self.proj.weight, self.proj.bias)
-        return linear_gelu(FLUX_LINEAR_GELU, self.proj, x)
+        return linear_gelu(FLUX_LINEAR_GELU, self, self.proj, x)
 
 
 class FluxGELU(FluxFusedGELUProj):

@@ -180,20 +180,19 @@ def _project_into_one(
 
 
 def _flux_attn_and_mlp(
-    attention: Callable[[], torch.Tensor], proj_mlp: nn.Module, x: torch.Tensor, exchanges: bool
+    attention: Callable[[], torch.Tensor], proj_mlp: nn.Module, x: torch.Tensor, in_one: bool
 ) -> torch.Tensor:
     """cat([attention(), gelu(proj_mlp(x))]). x [B, J, D] -> [B, J, D + M]; 38 sites a step.
 
-    Where ranks exchange heads, the projection runs meanwhile, so that it cannot take attention's
-    result along.
+    `in_one` asks for one kernel of projection, GELU and join. Otherwise the projection runs first,
+    while ranks exchange heads for attention.
     """
-    if exchanges:
-        mlp = proj_mlp(x)
-        return _flux_gelu_concat(attention(), mlp)
-    attn = attention()
-    if takes_linear_gelu(FLUX_LINEAR_GELU, proj_mlp, x, attn):
-        return fused_linear_gelu(FLUX_LINEAR_GELU, proj_mlp, x, attn)
-    return _flux_gelu_concat(attn, proj_mlp(x))
+    if in_one:
+        attn = attention()
+        if takes_linear_gelu(FLUX_LINEAR_GELU, proj_mlp, x, attn):
+            return fused_linear_gelu(FLUX_LINEAR_GELU, proj_mlp, x, attn)
+    mlp = proj_mlp(x)
+    return _flux_gelu_concat(attention(), mlp)
 
 
 def _flux_gelu_concat(attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:

@@ -19,12 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate
-from sglang.kernels.ops.diffusion.fused_linear_gelu import (
-    can_fuse_linear_gelu,
-    fused_gelu_active,
-    fused_linear_gelu_tanh,
-    mark_fused_gelu_site,
-)
+from sglang.kernels.ops.diffusion.fused_linear_gelu import mark_fused_gelu_site
 from sglang.kernels.ops.diffusion.residual_gate_add import (
     can_use_residual_gate_add_cuda,
     residual_gate_add_cuda,
@@ -369,7 +364,7 @@ class GlmFeedForward(nn.Module):
 
 
 class GlmTanhGELU(nn.Module):
-    """Projection and tanh-GELU in one GEMM: another one while `quality="high"` is mounted."""
+    """Projection and tanh-GELU, a site of `quality="high"`."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -377,9 +372,7 @@ class GlmTanhGELU(nn.Module):
         mark_fused_gelu_site(self, "proj")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if fused_gelu_active(self) and can_fuse_linear_gelu(self.proj, x):
-            return fused_linear_gelu_tanh(x, self.proj.weight, self.proj.bias)
-        return linear_gelu(GLM_LINEAR_GELU, self.proj, x)
+        return linear_gelu(GLM_LINEAR_GELU, self, self.proj, x)
 
 
 class GlmGELU(nn.Module):
