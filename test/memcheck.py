@@ -25,6 +25,9 @@ from sglang.kernels.ops.diffusion.modulate_scale_shift import (  # noqa: E402
 )
 from sglang.kernels.ops.diffusion.residual_gate_add import residual_gate_add_cuda  # noqa: E402
 from sglang.kernels.ops.diffusion.triton.decode_attention import decode_attention  # noqa: E402
+from sglang.kernels.ops.diffusion.triton.gated_layernorm_modulate import (  # noqa: E402
+    fused_gated_layernorm_modulate,
+)
 from sglang.kernels.ops.diffusion.triton.gemv import gemv, gemv_qkv, gemv_swiglu  # noqa: E402
 from sglang.kernels.ops.diffusion.triton.layernorm_modulate import (  # noqa: E402
     fused_layernorm_modulate,
@@ -121,6 +124,9 @@ def main() -> None:
         "fused_linear_gelu": lambda: fused_linear_gelu_tanh(x, weight, bias),
         "fused_ln_modulate": lambda: fused_ln_modulate(x, scale, shift, EPS),
         "layernorm_modulate": lambda: fused_layernorm_modulate(x, scale, shift, EPS),
+        "gated_layernorm_modulate": lambda: fused_gated_layernorm_modulate(
+            x, update, gate, scale, shift, EPS
+        ),
         "qk_head_layernorm": lambda: fused_qk_head_layernorm(q, k, EPS),
         "qk_rmsnorm_rope": lambda: fused_qk_rmsnorm_rope(
             q, k, head_weight, head_weight, cos[:ROWS], sin[:ROWS], EPS

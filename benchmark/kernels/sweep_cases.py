@@ -10,6 +10,7 @@ import torch
 from sglang.kernels.jit import CudaKernel
 from sglang.kernels.ops.diffusion import gelu_mul, gelu_tanh_concat, modulate_scale_shift
 from sglang.kernels.ops.diffusion import residual_gate_add as gate_add
+from sglang.kernels.ops.diffusion.triton import gated_layernorm_modulate as gated_layernorm
 from sglang.kernels.ops.diffusion.triton import layernorm_modulate as layernorm
 from sglang.kernels.ops.diffusion.triton import qk_layernorm_rope, qk_rmsnorm_rope, qk_rotate_half
 from sglang.kernels.ops.diffusion.triton import qk_rmsnorm_rotate_half as rotate
@@ -30,6 +31,14 @@ LAYERNORM_LAUNCHES = (
     PLAIN, HELD, RowLaunch(rows=2),
     *(RowLaunch(per_sm=count, ahead=True, hold=True) for count in (4, 5, 6)),
     *(RowLaunch(per_sm=count, ahead=True) for count in (5, 7)),
+)  # fmt: skip
+GATED_LAYERNORM_LAUNCHES = (
+    PLAIN, HELD, RowLaunch(rows=2), RowLaunch(rows=2, warps=8), RowLaunch(warps=2),
+    RowLaunch(per_sm=5), RowLaunch(per_sm=10),
+    *(RowLaunch(per_sm=count, hold=True) for count in (4, 8)),
+    *(RowLaunch(per_sm=count, ahead=True) for count in (2, 3, 4)),
+    *(RowLaunch(per_sm=count, ahead=True, hold=True) for count in (2, 3)),
+    *(RowLaunch(rows=2, warps=8, per_sm=count, ahead=True) for count in (1, 2)),
 )  # fmt: skip
 RMSNORM_LAUNCHES = (
     RowLaunch(warps=2), PLAIN, HELD, RowLaunch(per_sm=4, hold=True),
@@ -131,6 +140,18 @@ def layernorm_case(rows: int, width: int) -> Case:
     )  # fmt: skip
 
 
+def gated_layernorm_case(rows: int, width: int) -> Case:
+    residual, update = normal(1, rows, width), normal(1, rows, width)
+    gate, scale, shift = normal(1, 12 * width).chunk(12, 1)[:3]
+    args = (residual, update, gate, scale, shift, EPS)
+    return Case(
+        "gated_layernorm_modulate", tuple(residual.shape), 8 * residual.numel() + 6 * width,
+        gated_layernorm.LAUNCH, GATED_LAYERNORM_LAUNCHES,
+        partial(gated_layernorm.gated_layernorm_modulate_reference, *args),
+        partial(gated_layernorm.launch, *args),
+    )  # fmt: skip
+
+
 def rmsnorm_case(rows: int, width: int) -> Case:
     x, weight = normal(1, rows, width), normal(width)
     scale, shift = normal(1, 6 * width).chunk(6, 1)[:2]
@@ -206,6 +227,7 @@ def cases() -> Iterator[Callable[[], Case]]:
     for make in (modulate_case, layernorm_case, gate_case):
         yield from (partial(make, rows, 3072) for rows in (4096, 4608))
         yield partial(make, 4096, 4096)
+    yield from (partial(gated_layernorm_case, 4096, width) for width in (3072, 4096))
     yield partial(rmsnorm_case, 4216, 4096)
     yield partial(residual_rmsnorm_case, 4216, 4096)
     yield partial(rope_case, 4096, 0, 24)

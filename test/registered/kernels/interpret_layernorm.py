@@ -62,6 +62,7 @@ REPLACED = {
     "rsqrt_approx": rsqrt,
     "modulate": modulated,
     "affine": affine,
+    "add_gated": lambda residual, gate, update: rounded(residual + rounded(gate * update)),
     "one_plus": lambda scale: rounded(np.float32(1) + scale),
 }
 
@@ -80,19 +81,32 @@ def random_bf16(*shape):
 
 
 def check_modulate(
-    batch: int, sequence: int, hidden: int, rows: int, walk: bool = False, folded: bool = False
+    batch: int,
+    sequence: int,
+    hidden: int,
+    rows: int,
+    walk: bool = False,
+    folded: bool = False,
+    gated: bool = False,
 ) -> None:
-    """`walk`: two programs, each with the next rows' loads under way and scale and shift held.
-    `folded`: one rounding."""
-    x = random_bf16(batch, sequence, hidden + 8)[..., :hidden]
-    scale, shift = random_bf16(batch, 3 * hidden).float().chunk(3, dim=1)[:2]
-    out = torch.full((batch, sequence, hidden), float("nan"))
+    """`walk`: two programs, each with the next rows' loads under way and its rows held.
+    `folded`: one rounding. `gated`: the gated residual sum before the norm."""
+    x = random_bf16(batch, sequence, hidden + 8)[..., :hidden].float().contiguous()
+    update = random_bf16(batch, sequence + 1, hidden).float()
+    gate, scale, shift = random_bf16(batch, 3 * hidden).float().chunk(3, dim=1)
+    out, residual = (torch.full((batch, sequence, hidden), float("nan")) for _ in range(2))
+    width = hidden // 4
     kernels.layernorm_modulate_kernel[(2 if walk else -(-sequence // rows), batch)](
-        x.float().contiguous(), scale, shift, out, sequence, sequence * hidden // 4, hidden // 4,
-        3 * hidden // 4, 3 * hidden // 4, float(EPS), hidden, rows, hidden % 512 == 0,
-        walk, walk, folded,
+        x, update, gate, scale, shift, out, residual, sequence, sequence * width, width,
+        (sequence + 1) * width, width, *[3 * width] * 3, float(EPS), hidden, rows,
+        hidden % 512 == 0, walk, walk, folded, gated,
     )  # fmt: skip
-    values = x.float().reshape(-1, hidden).numpy()
+    if gated:
+        x = torch.from_numpy(rounded(x + rounded(gate[:, None] * update[:, :sequence])))
+        assert torch.equal(residual, x), (sequence, hidden, rows)
+    else:
+        assert residual.isnan().all()
+    values = x.reshape(-1, hidden).numpy()
     mean, rstd = moments(values)
     factor = rounded(1 + scale.numpy()).repeat(sequence, 0)
     addend = shift.numpy().repeat(sequence, 0)
@@ -137,12 +151,16 @@ def main() -> None:
     modulate_cases = [(1, 3, 3072, 2), (2, 3, 1024, 1), (1, 2, 64, 1), (1, 3, 516, 2),
                       (1, 2, 2240, 1), (3, 5, 512, 4), (1, 1, 4, 1), (2, 5, 516, 1, True),
                       (1, 9, 512, 2, True), (1, 3, 516, 2, False, True)]  # fmt: skip
+    gated_cases = [(1, 2, 3072, 1), (2, 3, 1024, 2), (2, 5, 516, 1, True), (3, 5, 64, 2),
+                   (1, 9, 512, 2, True)]  # fmt: skip
     head_cases = [(1, 5, 3, 128), (2, 3, 3, 40), (1, 3, 2, 64)]
     for case in modulate_cases:
         check_modulate(*case)
+    for case in gated_cases:
+        check_modulate(*case, gated=True)
     for case in head_cases:
         check_heads(*case)
-    print(f"{len(modulate_cases) + len(head_cases)} cases agree")
+    print(f"{len(modulate_cases) + len(gated_cases) + len(head_cases)} cases agree")
 
 
 if __name__ == "__main__":

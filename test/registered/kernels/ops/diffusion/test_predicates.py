@@ -45,6 +45,8 @@ ARGUMENTS = {
     "can_use_decode_attention": {"qkv": (1, 1, 128), "cos": (64, 16), "sin": (64, 16)}
     | {"partner": ((16,), I64), "slot": ((1,), I64)}
     | CACHE,
+    "can_use_fused_gated_layernorm_modulate": {"residual": (2, 8, 64), "update": (2, 8, 64)}
+    | {"gate": (2, 64), "scale": (2, 64), "shift": (2, 64)},
     "can_use_fused_joint_qk_rmsnorm_rope": STREAMS | JOINT_TABLES,
     "can_use_fused_layernorm_modulate": MODULATE,
     "can_use_fused_qk_head_layernorm": {"q": (1, 512, 32, 128), "k": (1, 512, 32, 128)},

@@ -46,6 +46,7 @@ MAX_BATCH = 65535  # the grid's second axis
 LAUNCH = RowLaunch(per_sm=5, ahead=True, hold=True)
 LAUNCH_WIDE = RowLaunch()  # above MAX_AHEAD two rows and their factors do not fit in registers
 MAX_AHEAD = 4096
+MODULATE_POINTERS, MODULATE_COUNTS = 7, 8  # arguments of `layernorm_modulate_kernel`
 QK_ROWS = 64  # heads a program
 QK_WARPS = 8
 DTYPES = (torch.bfloat16, torch.float16)
@@ -127,7 +128,10 @@ def launch_of(hidden: int) -> RowLaunch:
     return LAUNCH if hidden <= MAX_AHEAD else LAUNCH_WIDE
 
 
-def _modulate_options(hidden: int, how: RowLaunch, folded: bool) -> dict[str, Any]:
+def modulate_options(
+    hidden: int, how: RowLaunch, folded: bool = False, gated: bool = False
+) -> dict[str, Any]:
+    """The constants of `layernorm_modulate_kernel`."""
     return {
         "HIDDEN": hidden,
         "ROWS": how.rows,
@@ -135,6 +139,7 @@ def _modulate_options(hidden: int, how: RowLaunch, folded: bool) -> dict[str, An
         "AHEAD": how.ahead,
         "HOLD": how.hold,
         "FOLDED": folded,
+        "GATED": gated,
     }
 
 
@@ -144,15 +149,15 @@ def _qk_options(heads: int, head_dim: int) -> dict[str, Any]:
 
 @functools.cache
 def _modulate_kernel(
-    device: int, dtype: torch.dtype, hidden: int, how: RowLaunch, folded: bool
+    device: int, dtype: torch.dtype, hidden: int, how: RowLaunch, folded: bool, gated: bool
 ) -> Any:
     """The kernel compiled for the current device; launching it skips Triton's argument analysis."""
     from sglang.kernels.ops.diffusion.triton.layernorm_modulate_kernels import (
         layernorm_modulate_kernel,
     )
 
-    options = _modulate_options(hidden, how, folded) | {"num_warps": how.warps}
-    arguments = (*[dtype] * 4, *[VECTOR] * 5, 1e-6)
+    options = modulate_options(hidden, how, folded, gated) | {"num_warps": how.warps}
+    arguments = (*[dtype] * MODULATE_POINTERS, *[VECTOR] * MODULATE_COUNTS, 1e-6)
     return layernorm_modulate_kernel.warmup(*arguments, **options, grid=(1,))
 
 
@@ -190,16 +195,36 @@ def launch_modulate(
     folded: bool = False,
 ) -> torch.Tensor:
     """The kernel, on inputs that the predicate took; `folded` as in `fused_ln_modulate`."""
+    return launch_rows(x, None, None, scale, shift, eps, how, folded)[0]
+
+
+def launch_rows(
+    x: torch.Tensor,
+    update: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    eps: float,
+    how: RowLaunch,
+    folded: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, x + gate * update); without update and gate the second is None."""
     batch, sequence, hidden = x.shape
+    gated = update is not None and gate is not None
     out = x.new_empty(x.shape)
-    strides = (*_strides(x), *_strides(scale), *_strides(shift))
+    residual_out = x.new_empty(x.shape) if gated else None
+    strides = (
+        *_strides(x), *((*_strides(update), *_strides(gate)) if gated else (0, 0, 0)),
+        *_strides(scale), *_strides(shift),
+    )  # fmt: skip
     with torch.cuda.device(x.device):
-        kernel = _modulate_kernel(x.device.index, x.dtype, hidden, how, folded)
+        kernel = _modulate_kernel(x.device.index, x.dtype, hidden, how, folded, gated)
         kernel[(how.programs(sequence, batch, x.device), batch, 1)](
-            x, scale, shift, out, sequence, *(s // VECTOR for s in strides), eps,
-            *_modulate_options(hidden, how, folded).values(),
+            x, update, gate, scale, shift, out, residual_out,
+            sequence, *(s // VECTOR for s in strides), eps,
+            *modulate_options(hidden, how, folded, gated).values(),
         )  # fmt: skip
-    return out
+    return out, residual_out
 
 
 def _qk_head_layernorm(q: torch.Tensor, k: torch.Tensor, eps: float) -> QK:
@@ -267,25 +292,35 @@ def aot_signatures() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str
     from sglang.kernels.ops.diffusion.triton import layernorm_modulate_kernels as kernels
 
     modulate = [
-        _aot(
-            kernels.layernorm_modulate_kernel, pointer,
-            _modulate_options(hidden, launch_of(hidden), folded), launch_of(hidden).warps,
-        )
+        aot_of_rows(pointer, modulate_options(hidden, launch_of(hidden), folded),
+                    launch_of(hidden).warps)
         for pointer, hidden, folded in [
             ("*bf16", 3072, False), ("*bf16", 4096, False), ("*bf16", 8192, False),
             ("*fp16", 64, False), ("*bf16", 3072, True),
         ]
     ]  # fmt: skip
     qk = [
-        _aot(kernels.qk_head_layernorm_kernel, pointer, _qk_options(heads, head_dim), QK_WARPS)
+        _aot(kernels.qk_head_layernorm_kernel, pointer, (4, 5), _qk_options(heads, head_dim),
+             QK_WARPS)
         for pointer, heads, head_dim in [("*bf16", 32, 128), ("*fp16", 3, 40)]
-    ]
+    ]  # fmt: skip
     return modulate + qk + [aot_signature("*bf16", None, False, 32, 128)]
 
 
-def _aot(
-    kernel: Any, pointer: str, constants: dict[str, Any], num_warps: int
+def aot_of_rows(
+    pointer: str, constants: dict[str, Any], num_warps: int
 ) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]:
-    types = [*[pointer] * 4, *["i64"] * 5, "fp32", *["constexpr"] * len(constants)]
+    """An entry of `aot_signatures` for `layernorm_modulate_kernel`."""
+    from sglang.kernels.ops.diffusion.triton import layernorm_modulate_kernels as kernels
+
+    counts = MODULATE_POINTERS, MODULATE_COUNTS
+    return _aot(kernels.layernorm_modulate_kernel, pointer, counts, constants, num_warps)
+
+
+def _aot(
+    kernel: Any, pointer: str, counts: tuple[int, int], constants: dict[str, Any], num_warps: int
+) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]:
+    pointers, integers = counts
+    types = [*[pointer] * pointers, *["i64"] * integers, "fp32", *["constexpr"] * len(constants)]
     signature = dict(zip(kernel.arg_names, types, strict=True))
     return kernel, signature, constants, {"num_warps": num_warps}

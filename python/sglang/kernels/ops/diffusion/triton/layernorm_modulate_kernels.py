@@ -1,4 +1,5 @@
-"""Triton kernels of `layernorm_modulate`, whose docstring is the contract. Importing needs triton.
+"""Triton kernels of `layernorm_modulate` and `gated_layernorm_modulate`, whose docstrings are the
+contract. Importing needs triton.
 
 Axis names: `thread` is one of the 128 threads of aten's (32, 4) block, `4` the vector that such a
 thread loads at a time. Its state is that of `welford.py`.
@@ -8,6 +9,7 @@ import triton
 import triton.language as tl
 
 from sglang.kernels.ops.diffusion.triton.ptx import (
+    add_gated,
     add_rn,
     affine,
     div_rn,
@@ -141,23 +143,56 @@ def _load_chunks(start: tl.tensor, mask: tl.tensor, HIDDEN: tl.constexpr) -> tl.
     return chunks
 
 
+@triton.jit
+def _load_inputs(
+    x_start: tl.tensor,
+    update_start: tl.tensor,
+    mask: tl.tensor,
+    HIDDEN: tl.constexpr,
+    GATED: tl.constexpr,
+) -> tl.tuple:
+    """The chunks of x, then, with GATED, those of update."""
+    chunks = _load_chunks(x_start, mask, HIDDEN)
+    if GATED:
+        chunks = chunks + _load_chunks(update_start, mask, HIDDEN)
+    return chunks
+
+
+@triton.jit
+def _gated_sums(inputs: tl.tuple, gates: tl.tuple, CHUNKS: tl.constexpr) -> tl.tuple:
+    """The chunks of the new residual, of inputs as `_load_inputs` gives them."""
+    sums = ()
+    for chunk in tl.static_range(CHUNKS):
+        sums = sums + (add_gated(inputs[chunk], gates[chunk], inputs[CHUNKS + chunk]),)
+    return sums
+
+
 @triton.jit(
     do_not_specialize=[
         "sequence",
         "x_batch_vectors",
         "x_row_vectors",
+        "update_batch_vectors",
+        "update_row_vectors",
+        "gate_vectors",
         "scale_vectors",
         "shift_vectors",
     ]
 )
 def layernorm_modulate_kernel(
     x_ptr: tl.tensor,
+    update_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     shift_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    residual_out_ptr: tl.tensor,
     sequence: tl.int64,
     x_batch_vectors: tl.int64,
     x_row_vectors: tl.int64,
+    update_batch_vectors: tl.int64,
+    update_row_vectors: tl.int64,
+    gate_vectors: tl.int64,
     scale_vectors: tl.int64,
     shift_vectors: tl.int64,
     eps: tl.float32,
@@ -167,19 +202,25 @@ def layernorm_modulate_kernel(
     AHEAD: tl.constexpr,
     HOLD: tl.constexpr,
     FOLDED: tl.constexpr,
+    GATED: tl.constexpr,
 ) -> None:
     """A program takes every num_programs-th block of ROWS rows of one batch entry.
 
     Grid (programs, batch). Strides are in vectors of four elements. A row stays in registers
     between the statistics and the output. Loads come before stores, which none may overtake;
-    AHEAD and HOLD as in `RowLaunch`. FOLDED rounds once, at the end, as aten's affine does.
+    AHEAD and HOLD as in `RowLaunch`. FOLDED rounds once, at the end, as aten's affine does. With
+    GATED x is the residual, to which gate * update is added first; the sum is stored as well. The
+    pointers of update, gate and residual_out are used with GATED only.
     """
     CHUNKS: tl.constexpr = (HIDDEN + 511) // 512
     batch = tl.program_id(1).to(tl.int64)
     x_entry = x_ptr + batch * x_batch_vectors * 4
+    update_entry = update_ptr + batch * update_batch_vectors * 4
+    gate_row = gate_ptr + batch * gate_vectors * 4
     scale_row = scale_ptr + batch * scale_vectors * 4
     shift_row = shift_ptr + batch * shift_vectors * 4
     out_entry = out_ptr + batch * sequence * HIDDEN
+    residual_entry = residual_out_ptr + batch * sequence * HIDDEN
     column = tl.arange(0, 128)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
     offsets = tl.arange(0, ROWS)[None, :, None].to(tl.int64)
     begin = tl.program_id(0).to(tl.int64) * ROWS
@@ -190,18 +231,36 @@ def layernorm_modulate_kernel(
     held = ()
     if AHEAD:
         row = begin + offsets
-        pending = _load_chunks(x_entry + row * x_row_vectors * 4, row < sequence, HIDDEN)
+        pending = _load_inputs(
+            x_entry + row * x_row_vectors * 4, update_entry + row * update_row_vectors * 4,
+            row < sequence, HIDDEN, GATED,
+        )  # fmt: skip
     if HOLD:
         held = _load_chunks(scale_row, always, HIDDEN) + _load_chunks(shift_row, always, HIDDEN)
+    gates = ()
+    if GATED and HOLD:
+        gates = _load_chunks(gate_row, always, HIDDEN)
     for first in range(begin, sequence, step):
         row = first + offsets
         in_row = row < sequence
         if AHEAD:
-            vectors = pending
+            inputs = pending
             later = row + step
-            pending = _load_chunks(x_entry + later * x_row_vectors * 4, later < sequence, HIDDEN)
+            pending = _load_inputs(
+                x_entry + later * x_row_vectors * 4, update_entry + later * update_row_vectors * 4,
+                later < sequence, HIDDEN, GATED,
+            )  # fmt: skip
         else:
-            vectors = _load_chunks(x_entry + row * x_row_vectors * 4, in_row, HIDDEN)
+            inputs = _load_inputs(
+                x_entry + row * x_row_vectors * 4, update_entry + row * update_row_vectors * 4,
+                in_row, HIDDEN, GATED,
+            )  # fmt: skip
+        if not GATED:
+            vectors = inputs
+        elif HOLD:
+            vectors = _gated_sums(inputs, gates, CHUNKS)
+        else:
+            vectors = _gated_sums(inputs, _load_chunks(gate_row, always, HIDDEN), CHUNKS)
 
         mean, m2 = _block_moments(vectors, ROWS, HIDDEN, EVEN)
         rstd = rsqrt_approx(add_rn(div_rn(m2, HIDDEN * 1.0), eps))
@@ -222,6 +281,8 @@ def layernorm_modulate_kernel(
             else:
                 out = modulate(value, factor, addend)
             mask = in_row if chunk < HIDDEN // 512 else in_row & (at < HIDDEN)
+            if GATED:
+                tl.store(residual_entry + row * HIDDEN + at, vectors[chunk], mask=mask)
             tl.store(out_row + at, out, mask=mask)
 
 

@@ -197,21 +197,29 @@ def affine(value: tl.tensor, factor: tl.tensor, addend: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def add_gated(residual: tl.tensor, gate: tl.tensor, update: tl.tensor) -> tl.tensor:
-    """bf16 round(residual + round(gate * update)): see `modulate` and `rotate_rounded`."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 gated, ones, zeros;
-        mov.b32 ones, 0x3f803f80;
-        mov.b32 zeros, 0x80008000;
-        fma.rn.bf16x2 gated, $2, $3, zeros;
-        fma.rn.bf16x2 $0, $1, ones, gated;
-        }""",
-        "=r,r,r,r",
-        [residual, gate, update],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
+    """round(residual + round(gate * update)) of one half dtype.
+
+    bf16 arithmetic gives eager's bits: see `modulate` and `rotate_rounded`.
+    """
+    dtype: tl.constexpr = residual.dtype
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 gated, ones, zeros;
+            mov.b32 ones, 0x3f803f80;
+            mov.b32 zeros, 0x80008000;
+            fma.rn.bf16x2 gated, $2, $3, zeros;
+            fma.rn.bf16x2 $0, $1, ones, gated;
+            }""",
+            "=r,r,r,r",
+            [residual, gate, update],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        gated = round_to(mul_rn(gate.to(tl.float32), update.to(tl.float32)), dtype)
+        return add_rn(residual.to(tl.float32), gated).to(dtype)
 
 
 @triton.jit
