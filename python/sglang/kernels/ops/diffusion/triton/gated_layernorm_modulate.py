@@ -20,13 +20,13 @@ from sglang.kernels.ops.diffusion.triton.layernorm_modulate import (
     MAX_HIDDEN,
     VECTOR,
     aot_of_rows,
-    can_use_fused_layernorm_modulate,
     launch_rows,
     layernorm_modulate_reference,
     modulate_options,
+    takes_rows,
 )
 from sglang.kernels.ops.diffusion.triton.row_launch import RowLaunch
-from sglang.kernels.registration import describe, register_op
+from sglang.kernels.registration import describe, kernel_reads, register_op
 
 LAUNCH = RowLaunch()  # with two rows of two inputs in registers only two programs fit
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -52,13 +52,11 @@ def can_use_fused_gated_layernorm_modulate(
     scale: torch.Tensor,
     shift: torch.Tensor,
 ) -> bool:
-    """Whether the fused kernel takes these inputs; otherwise run the eager chain.
-
-    Both halves must be what `layernorm_modulate` takes: (residual, scale, shift), (update, gate).
-    """
+    """Whether the fused kernel takes these inputs; otherwise run the eager chain."""
     return (
-        can_use_fused_layernorm_modulate(residual, scale, shift)
-        and can_use_fused_layernorm_modulate(update, gate, gate)
+        kernel_reads(residual, update, gate, scale, shift)
+        and takes_rows(residual, gate, scale, shift)
+        and takes_rows(update)
         and update.shape == residual.shape
         and update.dtype == residual.dtype
         and update.device == residual.device

@@ -71,9 +71,12 @@ def can_use_fused_layernorm_modulate(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
 ) -> bool:
     """Whether the fused kernel takes these inputs; otherwise run the eager chain."""
-    if not kernel_reads(x, scale, shift) or not _is_accepted(x, dim=3):
-        return False
-    if x.shape[2] > MAX_HIDDEN or x.shape[0] > MAX_BATCH:
+    return kernel_reads(x, scale, shift) and takes_rows(x, scale, shift)
+
+
+def takes_rows(x: torch.Tensor, *rows: torch.Tensor) -> bool:
+    """Whether the kernel takes x `[B, S, D]` with rows `[B, D]`, all dense and without gradient."""
+    if not _is_accepted(x, dim=3) or x.shape[2] > MAX_HIDDEN or x.shape[0] > MAX_BATCH:
         return False
     batch, _, hidden = x.shape
     return all(
@@ -81,7 +84,7 @@ def can_use_fused_layernorm_modulate(
         and row.dtype == x.dtype
         and row.device == x.device
         and _loads_in_vectors(row)
-        for row in (scale, shift)
+        for row in rows
     )
 
 
