@@ -8,6 +8,9 @@ temperature are shared. The floor is the time of the model's GEMMs and attention
 Each model's rows are written as soon as they are measured; an arm that raises is reported and left
 out, and the exit code is 1.
 
+`--without flux.linear_gelu` adds an arm: lossless with that site left to its eager chain, which
+shows what the site gains in the model (at sizes that run as launches, not as a CUDA graph).
+
 With `--num-gpus 2` each arm also runs on that many GPUs, in turns with one, in the layout that the
 engine would pick (`--layouts all`: in every one that the model allows).
 """
@@ -34,6 +37,7 @@ from long_runs import attempt, exit_code, free_memory, names_of  # noqa: E402
 
 ARMS = ("eager", "lossless", "high", "diffusers", "diffusers-compile")
 REFERENCE = "diffusers"
+WITHOUT = "without"
 MODELS = {
     "flux1-dev": "FLUX.1-dev",
     "flux1-schnell": "FLUX.1-schnell",
@@ -97,6 +101,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     flag("--warm-steps", type=int, help="steps of the first run; default: as many as the others")
     flag("--profile", action="store_true", help="add kernel families (one more run)")
     flag("--drift", action="store_true", help="add the high arm's distance from lossless by step")
+    flag("--without", default="", help="comma list of sites; adds an arm that runs them eager")
     flag("--num-gpus", type=int, default=1, help="also run on that many GPUs")
     flag("--layouts", choices=("best", "all"), default="best", help="of the GPUs [best]")
     flag("--json", type=Path, help="merge the rows into this result file")
@@ -106,6 +111,10 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
         args.arms = list(ARMS) if args.arms == "all" else names_of(args.arms, ARMS)
     except ValueError as error:
         parser.error(str(error))
+    args.without = tuple(filter(None, args.without.split(",")))
+    if args.without and (args.json or args.num_gpus > 1):
+        parser.error("--without: its arm is for comparing, on one GPU and without --json")
+    args.arms += [WITHOUT] if args.without else []
     if args.runs < 2:
         parser.error(f"--runs: got {args.runs}, expected at least 2 (the first is dropped)")
     if args.warm_steps is not None and args.warm_steps < 1:
@@ -141,6 +150,8 @@ def main() -> int:
 def bench_model(model: str, args: argparse.Namespace, failed: list[str]) -> list[DenoiseRow]:
     """The rows of one model; appends what raised to `failed`."""
     case = attempt(model, failed, lambda: make_case(model, args))
+    if case is not None:
+        case.without = args.without
     if case is None:
         return []
     if args.num_gpus > 1:

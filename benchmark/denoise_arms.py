@@ -5,7 +5,8 @@ how its inputs are made and how diffusers' pipeline calls its transformer.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class DenoiseCase(ABC):
     model_class: type
     reference_name: str  # the transformer's class in diffusers
     reference_takes_backend = True  # False: diffusers' own dispatch chooses, as in its pipeline
+    without: tuple[str, ...] = ()  # sites that the arm of this name leaves to their eager chains
 
     def __init__(self, setup: CaseSetup) -> None:
         self.device, self.dtype, self.attention = setup.device, setup.dtype, setup.attention
@@ -125,7 +127,9 @@ class DenoiseCase(ABC):
             if arm.startswith("diffusers"):
                 return self._run_reference(arm, batch)
             quality = "high" if arm == "high" else "lossless"
-            with fast_paths(arm != "eager"), mounted_tier(self.transformer, quality) as mounted:
+            left_out = sites_off(self.without if arm == "without" else ())
+            tier = mounted_tier(self.transformer, quality)
+            with fast_paths(arm != "eager"), left_out, tier as mounted:
                 latents = self.stage.denoise(batch.images[0], batch, arm)
         return ArmRun(latents, batch.images[0].step_seconds, fallbacks(mounted))
 
@@ -182,6 +186,23 @@ class DenoiseCase(ABC):
         if compiled:
             model.compile_repeated_blocks(fullgraph=True)
         return model.eval()
+
+
+@contextmanager
+def sites_off(names: Collection[str]) -> Iterator[None]:
+    """The gates of these names turned off inside; ValueError where there is none of a name."""
+    gates = {gate.name: gate for gate in all_gates()}
+    unknown = sorted(set(names) - set(gates))
+    if unknown:
+        raise ValueError(f"--without: got {', '.join(unknown)}, expected some of {sorted(gates)}")
+    turned_off = [gates[name] for name in names if not gates[name].disabled]
+    for gate in turned_off:
+        gate.disabled = True
+    try:
+        yield
+    finally:
+        for gate in turned_off:
+            gate.disabled = False
 
 
 def classifier_free_guidance(

@@ -6,10 +6,12 @@ import bench_denoise
 import pytest
 import torch
 from bench_denoise import ARMS, latents_md5, make_rows, parse_args, psnr_db, run_arms
+from denoise_arms import sites_off
 from drift import drift_by_step, latents_by_step, relative_distance
 from op_counts import Attention, Gemm, per_step
 from tables import drift_table
 
+from sglang.kernels.ops.diffusion.bitexact_gate import all_gates
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
@@ -31,6 +33,7 @@ def test_all_arms_and_several_models():
         (["--arms", "eager,fast"], "lossless"),
         (["--runs", "1"], "at least 2"),
         (["--warm-steps", "0"], "at least 1"),
+        (["--without", "flux.modulation_rows", "--json", "x.json"], "without --json"),
     ],
 )
 def test_a_bad_flag_is_refused_with_what_is_expected(words, said, capsys):
@@ -51,6 +54,19 @@ def test_the_arms_denoise_alike_and_near_diffusers(cases, model):
         assert rows[arm].equal_to_diffusers or psnr > 100  # float32 of the same chain
     assert (rows["eager"].width, rows["eager"].height, rows["eager"].steps) == (96, 64, 3)
     assert rows["eager"].ratio_to_eager == 1.0 and rows["eager"].ratio_to_floor is None
+
+
+def test_an_arm_without_some_sites_leaves_their_gates_as_they_were(cases):
+    args = parse_args(["--arms", "lossless", "--without", "flux.residual_gate_add"])
+    assert args.arms == ["lossless", "without"]
+    with sites_off(args.without):
+        assert {g.name for g in all_gates() if g.disabled} == {"flux.residual_gate_add"}
+    assert not [g.name for g in all_gates() if g.disabled]
+    with (
+        pytest.raises(ValueError, match="got flux.nothing, expected some of"),
+        sites_off(["flux.nothing"]),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -29,8 +29,8 @@ SITES_ON_GPU = (
     flux.FLUX_LN_MODULATE,
     flux.FLUX_QK_NORM_ROPE,
     flux.FLUX_JOINT_QK_NORM_ROPE,
-    flux.FLUX_GELU_CONCAT,
     flux.FLUX_JOINT_VALUES,
+    flux.FLUX_GATED_LN_MODULATE,
 )
 
 
@@ -223,14 +223,21 @@ def test_eager_forward_equals_the_reference_on_cuda(full_width, grid):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("grid", [(64, 64), (32, 48)], ids=["1024x1024", "768x512"])
-def test_fast_paths_equal_eager_on_cuda(full_width, fresh_gates, grid):
+@pytest.mark.parametrize(
+    ("grid", "gelu"),
+    [
+        pytest.param((64, 64), flux.FLUX_LINEAR_GELU, id="1024x1024"),
+        pytest.param((32, 48), flux.FLUX_LINEAR_GELU, id="768x512"),
+        pytest.param((16, 16), flux.FLUX_GELU_CONCAT, id="256x256"),
+    ],
+)
+def test_fast_paths_equal_eager_on_cuda(full_width, fresh_gates, grid, gelu):
     ours, _ = full_width
     request = inputs(FULL_WIDTH, 1, grid, 512, torch.bfloat16, "cuda")
     with fast_paths(False):
         expected = run_ours(ours, request)
     verifying, verified = run_ours(ours, request), run_ours(ours, request)
     assert torch.equal(verifying, expected) and torch.equal(verified, expected)
-    for gate in SITES_ON_GPU:
+    for gate in (*SITES_ON_GPU, gelu):
         state = gate.state()
         assert state.status == "verified" and not state.eager_calls, state

@@ -345,6 +345,6 @@ def test_fast_paths_equal_eager_on_cuda(full_width, fresh_gates, grid):
         expected = run_ours(ours, request, False)
     verifying, verified = (run_ours(ours, request, False) for _ in range(2))
     assert torch.equal(verifying, expected) and torch.equal(verified, expected)
-    for gate in SITES:
+    for gate in (*SITES, glm_image.GLM_GATED_LN_MODULATE, glm_image.GLM_LINEAR_GELU):
         assert gate.state().status == "verified", gate.state()
         assert_fused(gate, True)

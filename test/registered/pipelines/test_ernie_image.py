@@ -319,9 +319,7 @@ def test_verify_meets_every_site(folders, tmp_path):
     sites = {row["op"]: row["sites"] for row in json.loads(table.read_text()) if row["sites"]}
     assert set(sites) == SITES
     layers = 2
-    assert (
-        sites["ernie.gated_norm_scale_shift"] == 2 * layers - 1
-    )  # the first follows no MLP
+    assert sites["ernie.gated_norm_scale_shift"] == 2 * layers - 1  # the first follows no MLP
 
 
 # On the GPU: random weights of the published size.

@@ -34,6 +34,7 @@ SCHEDULERS = {
     "static": PUBLISHED | {"use_dynamic_shifting": False, "shift": 3.0},
 }
 DIT_SITES = {
+    "glm_image.gated_layernorm_modulate",
     "glm_image.layernorm_modulate",
     "glm_image.qk_norm_rope",
     "glm_image.residual_gate_add",

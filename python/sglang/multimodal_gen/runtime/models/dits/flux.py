@@ -36,6 +36,7 @@ from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
     sinusoidal_embedding,
 )
 from sglang.multimodal_gen.runtime.models.dits.flux_sites import (  # noqa: F401 - names of flux
+    FLUX_GATED_LN_MODULATE,
     FLUX_GELU_CONCAT,
     FLUX_JOINT_QK_NORM_ROPE,
     FLUX_JOINT_VALUES,
@@ -45,7 +46,9 @@ from sglang.multimodal_gen.runtime.models.dits.flux_sites import (  # noqa: F401
     FLUX_QK_NORM_ROPE,
     FLUX_RESIDUAL_GATE_ADD,
     LN_EPS,
+    _clip_fp16,
     _flux_attn_and_mlp,
+    _flux_gated_ln_modulate,
     _flux_gelu_concat,
     _flux_joint_qk_norm_rope,
     _flux_joint_values,
@@ -55,7 +58,6 @@ from sglang.multimodal_gen.runtime.models.dits.flux_sites import (  # noqa: F401
     _flux_residual_gate_add,
 )
 
-FP16_MAX = 65504
 WHOLE_WEIGHTS = Axis()  # no tensor parallelism
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -253,15 +255,13 @@ class FluxTransformerBlock(nn.Module):
         # attention over the joint sequence
         img_attn, txt_attn = self.attn.forward_joint(img_norm, txt_norm, rope)
 
-        # image stream
-        img = _flux_residual_gate_add(img, img_attn, img_gate[:, None])
-        img_ff = self.ff(self.norm2(img, img_scale, img_shift))
-        img = _flux_residual_gate_add(img, img_ff, img_mlp_gate[:, None])
+        # image stream; the norm takes the gated attention on the way
+        norm, img = self.norm2.gated(img, img_attn, img_gate, img_scale, img_shift)
+        img = _flux_residual_gate_add(img, self.ff(norm), img_mlp_gate[:, None])
 
         # text stream
-        txt = _flux_residual_gate_add(txt, txt_attn, txt_gate[:, None])
-        txt_ff = self.ff_context(self.norm2_context(txt, txt_scale, txt_shift))
-        txt = _flux_residual_gate_add(txt, txt_ff, txt_mlp_gate[:, None])
+        norm, txt = self.norm2_context.gated(txt, txt_attn, txt_gate, txt_scale, txt_shift)
+        txt = _flux_residual_gate_add(txt, self.ff_context(norm), txt_mlp_gate[:, None])
         return _clip_fp16(txt), img
 
 
@@ -432,6 +432,12 @@ class FluxModulatedLayerNorm(nn.Module):
         """x [B, L, D], scale and shift [B, D]. Returns [B, L, D]."""
         return _flux_ln_modulate(self, x, scale, shift)
 
+    def gated(
+        self, x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, *rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + gate * update, normed and plain. x, update [B, L, D]; gate, scale, shift [B, D]."""
+        return _flux_gated_ln_modulate(self, x, update, gate, *rows)
+
 
 class FluxAdaLayerNorm(nn.Module):
     """Modulated LayerNorm whose rows come from the conditioning vector."""
@@ -489,8 +495,3 @@ def _mark_plain_gelu_site(module: nn.Module, linear_name: str) -> None:
     linear = module.get_submodule(linear_name)
     if type(linear) is nn.Linear and linear.weight.dtype in PLAIN_DTYPES:
         mark_fused_gelu_site(module, linear_name)
-
-
-def _clip_fp16(x: torch.Tensor) -> torch.Tensor:
-    """Half precision only: infinities of the residual stream become the largest finite value."""
-    return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
