@@ -96,8 +96,12 @@ def test_half_precision_overflow_is_clipped_as_in_the_reference():
         model.transformer_blocks[0].ff_context.net[2].weight.data.mul_(60000)
         model.single_transformer_blocks[0].proj_out.weight.data.mul_(60000)
     clipped = []
-    for block in (ours.transformer_blocks[0], ours.single_transformer_blocks[0]):
-        block.register_forward_hook(lambda module, args, output: clipped.append(output[0]))
+    ours.transformer_blocks[0].register_forward_hook(
+        lambda module, args, streams: clipped.append(streams[0].x)
+    )
+    ours.single_transformer_blocks[0].register_forward_hook(
+        lambda module, args, stream: clipped.append(stream.x)
+    )
     request = inputs(config, 1, (4, 4), 16, torch.float16)
     assert torch.equal(run_ours(ours, request), run_reference(reference, request))
     assert [x.abs().max().item() for x in clipped] == [65504, 65504], "nothing was clipped"

@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_glm_image import (
 )
 
 from sglang.kernels.ops.diffusion.bitexact_gate import all_gates, fast_paths
+from sglang.kernels.ops.diffusion.triton.qk_layernorm_rope import rotate_
 from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
 from sglang.multimodal_gen.runtime.models.dits import glm_image
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -23,7 +24,12 @@ register_cuda_ci(est_time=60, stage="base-b-kernel-unit", runner_config="1-gpu-l
 
 PUBLISHED = {"attention_head_dim": 128, "num_attention_heads": 32}
 FULL_WIDTH = PUBLISHED | {"num_layers": 2}
-SITES = (glm_image.GLM_LN_MODULATE, glm_image.GLM_QK_NORM_ROPE, glm_image.GLM_RESIDUAL_GATE_ADD)
+SITES_ON_GPU = (
+    glm_image.GLM_LN_MODULATE,
+    glm_image.GLM_GATED_LN_MODULATE,
+    glm_image.GLM_QK_NORM_ROPE,
+    glm_image.GLM_LINEAR_GELU,
+)
 # x of the digest's shapes and the width of the conditioning vector
 LN_SHAPES = [(1, 4096, 4096), (2, 301, 4096), (1, 1, 2560)]
 QK_SHAPES = [(1, 4360, 32, 128), (2, 37, 3, 40), (1, 129, 5, 64)]
@@ -247,7 +253,7 @@ def check_rotation(shape, grid, dtype, device):
     turned = apply_rotary_emb(x[:, text:], tables, sequence_dim=1, use_real_unbind_dim=-2)
     rope = tuple(t.to(device) for t in glm_image.glm_rope_tables(*grid, head_dim))
     expected = torch.cat([x[:, :text], turned], dim=1)
-    glm_image.rotate_(x, text, rope)
+    rotate_(x, text, rope)
     assert torch.equal(x, expected) and x.dtype == dtype
 
 
@@ -345,6 +351,6 @@ def test_fast_paths_equal_eager_on_cuda(full_width, fresh_gates, grid):
         expected = run_ours(ours, request, False)
     verifying, verified = (run_ours(ours, request, False) for _ in range(2))
     assert torch.equal(verifying, expected) and torch.equal(verified, expected)
-    for gate in (*SITES, glm_image.GLM_GATED_LN_MODULATE, glm_image.GLM_LINEAR_GELU):
+    for gate in SITES_ON_GPU:
         assert gate.state().status == "verified", gate.state()
         assert_fused(gate, True)

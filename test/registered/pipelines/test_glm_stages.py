@@ -293,7 +293,8 @@ def test_fast_paths_on_and_off_give_one_hash_on_cuda(gpu_engines, prompt, seed):
     status = {row["op"]: row["status"] for row in fast["sites"]}
     assert status.pop("glm_image.ar_cuda_graph") == "verified"
     assert set(status.values()) == {"verified"}, fast["sites"]
-    assert status.keys() > DIT_SITES, fast["sites"]
+    in_the_norms_kernel = {"glm_image.residual_gate_add"}
+    assert status.keys() > DIT_SITES - in_the_norms_kernel, fast["sites"]
 
 
 @pytest.mark.cuda

@@ -45,6 +45,7 @@ from sglang.multimodal_gen.runtime.layers.layernorm import (
 )
 from sglang.multimodal_gen.runtime.layers.packed_projections import project
 from sglang.multimodal_gen.runtime.layers.rotary import Rope
+from sglang.multimodal_gen.runtime.layers.stream import Stream
 from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
     SiluProjection,
     sinusoidal_embedding,
@@ -141,10 +142,10 @@ class ErnieImageTransformer2DModel(nn.Module):
         modulation = self.adaLN_modulation(vec)[:, None].chunk(6, dim=-1)
 
         # a block leaves its MLP's gated sum to the norm that comes next
-        mlp = None
+        stream = Stream(joint)
         for block in self.layers:
-            joint, mlp = block(joint, mlp, modulation, rope)
-        joint = _ernie_residual_gate_add(joint, mlp, modulation[-1])
+            stream = block(stream, modulation, rope)
+        joint = _ernie_residual_gate_add(*stream)
 
         # project image tokens back to latents
         tokens = share.whole(self.final_linear(self.final_norm(joint, vec)))
@@ -178,31 +179,19 @@ class ErnieImageBlock(nn.Module):
         self.adaLN_mlp_ln = RMSNorm(params.hidden_size, params.eps)
         self.mlp = ErnieImageFeedForward(params.hidden_size, params.ffn_hidden_size)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        mlp: torch.Tensor | None,
-        modulation: tuple[torch.Tensor, ...],
-        rope: Rope,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, J, D] and what the MLP before gives to it, modulation six rows [B, 1, D]. Returns x
-        without this block's MLP, and its MLP [B, J, D]."""
+    def forward(self, x: Stream, modulation: tuple[torch.Tensor, ...], rope: Rope) -> Stream:
+        """x [B, J, D], modulation six rows [B, 1, D]."""
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
 
-        # attention; its norm takes the gated MLP before on the way
-        if mlp is None:
-            norm = _ernie_norm_scale_shift(self.adaLN_sa_ln, x, scale_msa, shift_msa)
-        else:
-            norm, x = _ernie_gated_norm_scale_shift(
-                self.adaLN_sa_ln, x, mlp, gate_mlp, scale_msa, shift_msa
-            )
+        # attention
+        norm, x = _ernie_stream_norm(self.adaLN_sa_ln, x, scale_msa, shift_msa)
         attn = self.self_attention(norm, rope)
 
         # MLP; its norm takes the gated attention on the way
         norm, x = _ernie_gated_norm_scale_shift(
             self.adaLN_mlp_ln, x, attn, gate_msa, scale_mlp, shift_mlp
         )
-        return x, self.mlp(norm)
+        return Stream(x, self.mlp(norm), gate_mlp)
 
 
 class ErnieImageAttention(nn.Module):
@@ -289,6 +278,15 @@ def rope_tables(
 
 
 # Fused sites: the fused op where its predicate allows and its gate has proven it, else eager.
+
+
+def _ernie_stream_norm(
+    norm: RMSNorm, x: Stream, scale: torch.Tensor, shift: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x) * (1 + scale) + shift, x added up)."""
+    if x.update is None:
+        return _ernie_norm_scale_shift(norm, x.x, scale, shift), x.x
+    return _ernie_gated_norm_scale_shift(norm, *x, scale, shift)
 
 
 def _ernie_norm_scale_shift(

@@ -31,6 +31,7 @@ from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
 from sglang.multimodal_gen.runtime.layers.linear_gelu import linear_gelu, takes_linear_gelu
 from sglang.multimodal_gen.runtime.layers.packed_projections import project
 from sglang.multimodal_gen.runtime.layers.rotary import Rope, rope_tables
+from sglang.multimodal_gen.runtime.layers.stream import Stream
 from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
     SiluProjection,
     sinusoidal_embedding,
@@ -46,8 +47,9 @@ from sglang.multimodal_gen.runtime.models.dits.flux_sites import (  # noqa: F401
     FLUX_QK_NORM_ROPE,
     FLUX_RESIDUAL_GATE_ADD,
     LN_EPS,
-    _clip_fp16,
+    _flux_added_up,
     _flux_attn_and_mlp,
+    _flux_clipped,
     _flux_gated_ln_modulate,
     _flux_gelu_concat,
     _flux_joint_qk_norm_rope,
@@ -56,6 +58,7 @@ from sglang.multimodal_gen.runtime.models.dits.flux_sites import (  # noqa: F401
     _flux_modulate,
     _flux_qk_norm_rope,
     _flux_residual_gate_add,
+    _flux_stream_norm,
 )
 
 WHOLE_WEIGHTS = Axis()  # no tensor parallelism
@@ -151,16 +154,18 @@ class FluxTransformer2DModel(nn.Module):
         rope = rope_tables(torch.cat((txt_ids, img_ids), dim=0), self.params.axes_dims_rope)
 
         # dual-stream blocks
+        text_tokens, txt, img = txt.shape[1], Stream(txt), Stream(img)
         for block in self.transformer_blocks:
             txt, img = block(img, txt, next(row), next(row), rope)
 
         # single-stream blocks run over the joint sequence, text first
-        joint = torch.cat([txt, img], dim=1)
+        joint = Stream(torch.cat([_flux_added_up(txt), _flux_added_up(img)], dim=1))
         for block in self.single_transformer_blocks:
             joint = block(joint, next(row), rope)
 
         # project image tokens back to latents
-        img = self.norm_out.modulate(joint[:, txt.shape[1] :], next(row))
+        img = Stream(_flux_added_up(joint)[:, text_tokens:])
+        img, _ = self.norm_out.modulate(img, next(row))
         return share.whole(self.proj_out(img), 1)
 
     def modulation_rows(
@@ -239,30 +244,29 @@ class FluxTransformerBlock(nn.Module):
 
     def forward(
         self,
-        img: torch.Tensor,
-        txt: torch.Tensor,
+        img: Stream,
+        txt: Stream,
         img_row: torch.Tensor,
         txt_row: torch.Tensor,
         rope: Rope,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Stream, Stream]:
         """img [B, S, D], txt [B, T, D], modulation rows [B, 6 D]. Returns (txt, img)."""
         # modulate both streams for attention
-        img_norm, img_gate, img_shift, img_scale, img_mlp_gate = self.norm1.modulate(img, img_row)
-        txt_norm, txt_gate, txt_shift, txt_scale, txt_mlp_gate = self.norm1_context.modulate(
-            txt, txt_row
-        )
+        img_norm, img, img_gate, *img_mlp_rows = self.norm1.modulate(img, img_row)
+        txt_norm, txt, txt_gate, *txt_mlp_rows = self.norm1_context.modulate(txt, txt_row)
 
         # attention over the joint sequence
         img_attn, txt_attn = self.attn.forward_joint(img_norm, txt_norm, rope)
 
         # image stream; the norm takes the gated attention on the way
-        norm, img = self.norm2.gated(img, img_attn, img_gate, img_scale, img_shift)
-        img = _flux_residual_gate_add(img, self.ff(norm), img_mlp_gate[:, None])
+        shift, scale, gate = img_mlp_rows
+        norm, img = self.norm2.of(Stream(img, img_attn, img_gate), scale, shift)
+        img = Stream(img, self.ff(norm), gate)
 
         # text stream
-        norm, txt = self.norm2_context.gated(txt, txt_attn, txt_gate, txt_scale, txt_shift)
-        txt = _flux_residual_gate_add(txt, self.ff_context(norm), txt_mlp_gate[:, None])
-        return _clip_fp16(txt), img
+        shift, scale, gate = txt_mlp_rows
+        norm, txt = self.norm2_context.of(Stream(txt, txt_attn, txt_gate), scale, shift)
+        return _flux_clipped(Stream(txt, self.ff_context(norm), gate)), img
 
 
 class FluxSingleTransformerBlock(nn.Module):
@@ -283,9 +287,9 @@ class FluxSingleTransformerBlock(nn.Module):
             self.proj_out = RowParallelLinear(self.proj_out, tp, (dim, 4 * dim))
         _mark_plain_gelu_site(self, "proj_mlp")
 
-    def forward(self, joint: torch.Tensor, row: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """joint [B, J, D], modulation row [B, 3 D]. Returns [B, J, D]."""
-        norm, gate = self.norm.modulate(joint, row)
+    def forward(self, joint: Stream, row: torch.Tensor, rope: Rope) -> Stream:
+        """joint [B, J, D], modulation row [B, 3 D]."""
+        norm, joint, gate = self.norm.modulate(joint, row)
         attention = self.attn.begin(norm, rope)
         exact = self.attn.attention.parts == 1 and takes_linear_gelu(
             FLUX_LINEAR_GELU, self.proj_mlp, norm
@@ -295,7 +299,7 @@ class FluxSingleTransformerBlock(nn.Module):
             out = self._project_apart(attention(), mlp)
         else:
             out = self.proj_out(_flux_attn_and_mlp(attention, self.proj_mlp, norm, exact))
-        return _clip_fp16(_flux_residual_gate_add(joint, out, gate[:, None]))
+        return _flux_clipped(Stream(joint, out, gate))
 
     def _project_apart(self, attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
         """`proj_out` of the two without joining them: on an H200 24 us more than one GEMM, where
@@ -383,10 +387,7 @@ class FluxFeedForward(nn.Module):
 
 
 class FluxFusedGELUProj(nn.Module):
-    """Up-projection and tanh-GELU, a site of `quality="high"`.
-
-    Re-homes an existing linear as `.proj`, so the parameter path stays `net.0.proj`.
-    """
+    """Up-projection and tanh-GELU. Re-homes a linear as `.proj`: its path stays `net.0.proj`."""
 
     def __init__(self, proj: nn.Linear) -> None:
         super().__init__()
@@ -432,11 +433,11 @@ class FluxModulatedLayerNorm(nn.Module):
         """x [B, L, D], scale and shift [B, D]. Returns [B, L, D]."""
         return _flux_ln_modulate(self, x, scale, shift)
 
-    def gated(
-        self, x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, *rows: torch.Tensor
+    def of(
+        self, x: Stream, scale: torch.Tensor, shift: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + gate * update, normed and plain. x, update [B, L, D]; gate, scale, shift [B, D]."""
-        return _flux_gated_ln_modulate(self, x, update, gate, *rows)
+        """(x normed, x added up)."""
+        return _flux_stream_norm(self, x, scale, shift)
 
 
 class FluxAdaLayerNorm(nn.Module):
@@ -453,8 +454,9 @@ class FluxAdaLayerNorm(nn.Module):
     def forward(
         self, x: torch.Tensor, emb: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """x [B, L, D], emb [B, D]. Returns what `modulate` does."""
-        return self.modulate(x, self.linear(self.silu(emb)))
+        """x [B, L, D], emb [B, D]. Returns x normed, and the rows that are left."""
+        normed, _, *rows = self.modulate(Stream(x), self.linear(self.silu(emb)))
+        return (normed, *rows) if rows else normed
 
 
 class FluxAdaLayerNormZero(FluxAdaLayerNorm):
@@ -462,10 +464,10 @@ class FluxAdaLayerNormZero(FluxAdaLayerNorm):
 
     ROWS = 6
 
-    def modulate(self, x: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x [B, L, D], row [B, 6 D]. Returns (x, gate_msa, shift_mlp, scale_mlp, gate_mlp)."""
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = row.chunk(6, dim=1)
-        return self.norm(x, scale_msa, shift_msa), gate_msa, shift_mlp, scale_mlp, gate_mlp
+    def modulate(self, x: Stream, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x [B, L, D], row [B, 6 D]. Returns (normed, x, gate_msa, shift, scale, gate_mlp)."""
+        shift, scale, *rows = row.chunk(6, dim=1)
+        return *self.norm.of(x, scale, shift), *rows
 
 
 class FluxAdaLayerNormZeroSingle(FluxAdaLayerNorm):
@@ -473,10 +475,10 @@ class FluxAdaLayerNormZeroSingle(FluxAdaLayerNorm):
 
     ROWS = 3
 
-    def modulate(self, x: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, L, D], row [B, 3 D]. Returns (x, gate)."""
+    def modulate(self, x: Stream, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x [B, L, D], row [B, 3 D]. Returns (normed, x, gate)."""
         shift, scale, gate = row.chunk(3, dim=1)
-        return self.norm(x, scale, shift), gate
+        return *self.norm.of(x, scale, shift), gate
 
 
 class FluxAdaLayerNormContinuous(FluxAdaLayerNorm):
@@ -484,10 +486,10 @@ class FluxAdaLayerNormContinuous(FluxAdaLayerNorm):
 
     ROWS = 2
 
-    def modulate(self, x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """x [B, L, D], row [B, 2 D]. Returns [B, L, D]."""
+    def modulate(self, x: Stream, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x [B, L, D], row [B, 2 D]. Returns (normed, x)."""
         scale, shift = row.chunk(2, dim=1)
-        return self.norm(x, scale, shift)
+        return self.norm.of(x, scale, shift)
 
 
 def _mark_plain_gelu_site(module: nn.Module, linear_name: str) -> None:

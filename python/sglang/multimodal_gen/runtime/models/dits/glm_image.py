@@ -13,58 +13,41 @@ width, N layers, M tokens of condition images.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate
 from sglang.kernels.ops.diffusion.fused_linear_gelu import mark_fused_gelu_site
-from sglang.kernels.ops.diffusion.residual_gate_add import (
-    can_use_residual_gate_add_cuda,
-    residual_gate_add_cuda,
-    residual_gate_add_reference,
-)
-from sglang.kernels.ops.diffusion.triton.gated_layernorm_modulate import (
-    can_use_fused_gated_layernorm_modulate,
-    fused_gated_layernorm_modulate,
-    gated_layernorm_modulate_reference,
-)
-from sglang.kernels.ops.diffusion.triton.layernorm_modulate import (
-    can_use_fused_layernorm_modulate,
-    can_use_fused_qk_head_layernorm,
-    fused_layernorm_modulate,
-    fused_qk_head_layernorm,
-    layernorm_modulate_reference,
-    qk_head_layernorm_reference,
-)
-from sglang.kernels.ops.diffusion.triton.qk_layernorm_rope import (
-    can_use_fused_qk_layernorm_rope,
-    fused_qk_layernorm_rope,
-    qk_layernorm_rope_reference,
-    rotate_,
-)
 from sglang.multimodal_gen.runtime.layers.attention import AttentionBackend
 from sglang.multimodal_gen.runtime.layers.condition_memory import LayerMemory, layer_memory
-from sglang.multimodal_gen.runtime.layers.fused_site import run_site, takes
 from sglang.multimodal_gen.runtime.layers.linear_gelu import linear_gelu
 from sglang.multimodal_gen.runtime.layers.packed_projections import project
 from sglang.multimodal_gen.runtime.layers.rotary import Rope
+from sglang.multimodal_gen.runtime.layers.stream import Stream
 from sglang.multimodal_gen.runtime.layers.timestep_embedding import (
     SiluProjection,
     sinusoidal_embedding,
 )
+from sglang.multimodal_gen.runtime.models.dits.glm_sites import (  # noqa: F401 - names of glm_image
+    GLM_GATED_LN_MODULATE,
+    GLM_LINEAR_GELU,
+    GLM_LN_MODULATE,
+    GLM_QK_LAYERNORM,
+    GLM_QK_NORM_ROPE,
+    GLM_RESIDUAL_GATE_ADD,
+    LN_EPS,
+    _glm_gated_ln_modulate,
+    _glm_ln_modulate,
+    _glm_qk_layernorm,
+    _glm_qk_norm_rope,
+    _glm_residual_gate_add,
+    _glm_stream_norm,
+)
 
-LN_EPS = 1e-5
 ROPE_THETA = 10000.0
 ADALN_ROWS = 12  # shift, scale, gate of two sites in two streams
-
-GLM_GATED_LN_MODULATE = BitExactFusionGate("glm_image.gated_layernorm_modulate", per_signature=True)
-GLM_LINEAR_GELU = BitExactFusionGate("glm_image.linear_gelu", per_signature=True)
-GLM_LN_MODULATE = BitExactFusionGate("glm_image.layernorm_modulate", per_signature=True)
-GLM_QK_LAYERNORM = BitExactFusionGate("glm_image.qk_layernorm", per_signature=True)
-GLM_QK_NORM_ROPE = BitExactFusionGate("glm_image.qk_norm_rope", per_signature=True)
-GLM_RESIDUAL_GATE_ADD = BitExactFusionGate("glm_image.residual_gate_add", per_signature=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,12 +158,13 @@ class GlmImageTransformer2DModel(nn.Module):
         rope = tuple(share.local(table, 1, dim=0) for table in rope)
 
         # dual-stream blocks with shared attention and feed-forward weights
+        img, txt = Stream(img), Stream(txt)
         for i, block in enumerate(self.transformer_blocks):
             kept = layer_memory(memory, i, writing=writes_memory)
             img, txt = block(img, txt, vec, rope, kept)
 
         # project image tokens back to latents
-        img = share.whole(self.proj_out(self.norm_out(img, vec)), 1)
+        img = share.whole(self.proj_out(self.norm_out.modulate(img, vec)), 1)
         return unpatchify(img, latents.shape[-2], latents.shape[-1], self.params.patch_size)
 
 
@@ -259,28 +243,41 @@ class GlmImageTransformerBlock(nn.Module):
 
     def forward(
         self,
-        img: torch.Tensor,
-        txt: torch.Tensor,
+        img: Stream,
+        txt: Stream,
         vec: torch.Tensor,
         rope: Rope,
         memory: LayerMemory | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Stream, Stream]:
         """img [B, S, D], txt [B, T, D], vec [B, V]. Returns (img, txt)."""
         # modulate both streams for attention
-        img_norm, *img_rows, txt_norm, txt_gate, txt_shift, txt_scale, txt_mlp_gate = self.norm1(
-            img, txt, vec
-        )
-        img_gate, img_shift, img_scale, img_mlp_gate = img_rows
+        img_row, txt_row = self.norm1.rows(vec)
+        img_norm, img = _glm_stream_norm(img, img_row.scale_msa, img_row.shift_msa)
+        txt_norm, txt = _glm_stream_norm(txt, txt_row.scale_msa, txt_row.shift_msa)
 
         # attention over the joint sequence
         img_attn, txt_attn = self.attn1(img_norm, txt_norm, rope, memory)
 
-        # feed-forward, stream by stream; its norm takes the gated attention on the way
-        norm, img = _glm_gated_ln_modulate(img, img_attn, img_gate, img_scale, img_shift)
-        img = _glm_residual_gate_add(img, self.ff(norm), img_mlp_gate[:, None])
-        norm, txt = _glm_gated_ln_modulate(txt, txt_attn, txt_gate, txt_scale, txt_shift)
-        txt = _glm_residual_gate_add(txt, self.ff(norm), txt_mlp_gate[:, None])
-        return img, txt
+        # feed-forward, stream by stream
+        return self._feed_forward(img, img_attn, img_row), self._feed_forward(
+            txt, txt_attn, txt_row
+        )
+
+    def _feed_forward(self, x: torch.Tensor, attn: torch.Tensor, row: "ModulationRows") -> Stream:
+        """The norm takes the gated attention on the way, and leaves the gated MLP to the next."""
+        norm, x = _glm_gated_ln_modulate(x, attn, row.gate_msa, row.scale_mlp, row.shift_mlp)
+        return Stream(x, self.ff(norm), row.gate_mlp)
+
+
+class ModulationRows(NamedTuple):
+    """Of one stream in one block, each [B, D]."""
+
+    shift_msa: torch.Tensor
+    scale_msa: torch.Tensor
+    gate_msa: torch.Tensor
+    shift_mlp: torch.Tensor
+    scale_mlp: torch.Tensor
+    gate_mlp: torch.Tensor
 
 
 class GlmImageAdaLayerNormZero(nn.Module):
@@ -290,6 +287,11 @@ class GlmImageAdaLayerNormZero(nn.Module):
         super().__init__()
         self.linear = nn.Linear(embedding_dim, ADALN_ROWS * dim)
 
+    def rows(self, vec: torch.Tensor) -> tuple[ModulationRows, ModulationRows]:
+        """vec [B, V]. Returns those of img and of txt."""
+        rows = self.linear(vec).chunk(ADALN_ROWS, dim=1)
+        return ModulationRows(*rows[::2]), ModulationRows(*rows[1::2])
+
     def forward(
         self, img: torch.Tensor, txt: torch.Tensor, vec: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
@@ -297,12 +299,10 @@ class GlmImageAdaLayerNormZero(nn.Module):
 
         Returns (img, gate_msa, shift_mlp, scale_mlp, gate_mlp) and the same five of txt.
         """
-        rows = self.linear(vec).chunk(ADALN_ROWS, dim=1)
-        img_shift, img_scale, *img_rows = rows[::2]
-        txt_shift, txt_scale, *txt_rows = rows[1::2]
-        img = _glm_ln_modulate(img, img_scale, img_shift)
-        txt = _glm_ln_modulate(txt, txt_scale, txt_shift)
-        return img, *img_rows, txt, *txt_rows
+        img_row, txt_row = self.rows(vec)
+        img = _glm_ln_modulate(img, img_row.scale_msa, img_row.shift_msa)
+        txt = _glm_ln_modulate(txt, txt_row.scale_msa, txt_row.shift_msa)
+        return img, *img_row[2:], txt, *txt_row[2:]
 
 
 class GlmImageAdaLayerNormContinuous(nn.Module):
@@ -314,8 +314,12 @@ class GlmImageAdaLayerNormContinuous(nn.Module):
 
     def forward(self, x: torch.Tensor, vec: torch.Tensor) -> torch.Tensor:
         """x [B, S, D], vec [B, V]. Returns [B, S, D]."""
+        return self.modulate(Stream(x), vec)
+
+    def modulate(self, x: Stream, vec: torch.Tensor) -> torch.Tensor:
+        """The same of a stream."""
         scale, shift = self.linear(vec).chunk(2, dim=1)
-        return _glm_ln_modulate(x, scale, shift)
+        return _glm_stream_norm(x, scale, shift)[0]
 
 
 class GlmImageAttention(nn.Module):
@@ -399,82 +403,3 @@ class GlmLinearSilu(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.silu(self.proj(x))
-
-
-# Fused sites: the fused op where its predicate allows and its gate has proven it, else eager.
-
-
-def _glm_ln_modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """LayerNorm(x) * (1 + scale) + shift. x [B, L, D], rows [B, D]; 61 sites a forward."""
-    usable = takes(can_use_fused_layernorm_modulate, x, scale, shift)
-    fused = fused_layernorm_modulate if usable else None
-    args = (x, scale, shift, LN_EPS)
-    return run_site(GLM_LN_MODULATE, fused, layernorm_modulate_reference, *args)
-
-
-def _glm_gated_ln_modulate(
-    residual: torch.Tensor,
-    update: torch.Tensor,
-    gate: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual = residual + gate * update, then LayerNorm and modulate of it -> (out, residual).
-
-    residual, update [B, L, D], rows [B, D]; 60 sites a forward. Where the one kernel does not run,
-    its two halves are sites of their own.
-    """
-    args = (residual, update, gate, scale, shift)
-    usable = takes(can_use_fused_gated_layernorm_modulate, *args)
-    if usable and not GLM_GATED_LN_MODULATE.disabled:
-        fused, reference = fused_gated_layernorm_modulate, gated_layernorm_modulate_reference
-        return run_site(GLM_GATED_LN_MODULATE, fused, reference, *args, LN_EPS)
-
-    def in_two_sites(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        added = _glm_residual_gate_add(residual, update, gate[:, None])
-        return _glm_ln_modulate(added, scale, shift), added
-
-    return run_site(GLM_GATED_LN_MODULATE, None, in_two_sites, *args)
-
-
-def _glm_qk_layernorm(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """LayerNorm over each head of q and k. [B, J, H, E]. New tensors."""
-    fused = fused_qk_head_layernorm if takes(can_use_fused_qk_head_layernorm, q, k) else None
-    return run_site(GLM_QK_LAYERNORM, fused, qk_head_layernorm_reference, q, k, LN_EPS)
-
-
-def _glm_qk_norm_rope(
-    q: torch.Tensor, k: torch.Tensor, text_tokens: int, rope: Rope
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The LayerNorm of both, then the rotation of the image's tokens. New [B, J, H, E]; 30 sites a
-    forward. Where the one kernel does not run, that of the norm alone may: a site of its own.
-    """
-    args = (q, k, *rope, text_tokens)
-    if takes(can_use_fused_qk_layernorm_rope, *args) and not GLM_QK_NORM_ROPE.disabled:
-        fused, reference = fused_qk_layernorm_rope, qk_layernorm_rope_reference
-        return run_site(GLM_QK_NORM_ROPE, fused, reference, *args, LN_EPS)
-
-    def in_two_steps(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = _glm_qk_layernorm(q, k)
-        rotate_(q, text_tokens, rope)
-        rotate_(k, text_tokens, rope)
-        return q, k
-
-    return run_site(GLM_QK_NORM_ROPE, None, in_two_steps, q, k)
-
-
-def _glm_residual_gate_add(
-    residual: torch.Tensor, update: torch.Tensor, gate: torch.Tensor
-) -> torch.Tensor:
-    """residual + gate * update. [B, L, D], gate [B, 1, D]; 60 sites a forward, fp32 eager."""
-    usable = residual.dtype != torch.float32 and takes(
-        can_use_residual_gate_add_cuda, residual, update, gate
-    )
-    return run_site(
-        GLM_RESIDUAL_GATE_ADD,
-        residual_gate_add_cuda if usable else None,
-        residual_gate_add_reference,
-        residual,
-        update,
-        gate,
-    )
