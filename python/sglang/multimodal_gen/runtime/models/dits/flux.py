@@ -50,7 +50,6 @@ from sglang.multimodal_gen.runtime.models.dits.flux_sites import (  # noqa: F401
     _flux_added_up,
     _flux_attn_and_mlp,
     _flux_clipped,
-    _flux_gated_ln_modulate,
     _flux_gelu_concat,
     _flux_joint_qk_norm_rope,
     _flux_joint_values,

@@ -32,11 +32,6 @@ from sglang.kernels.ops.diffusion.residual_gate_add import (
     residual_gate_add_cuda,
     residual_gate_add_reference,
 )
-from sglang.kernels.ops.diffusion.triton.gated_layernorm_modulate import (
-    can_use_fused_gated_layernorm_modulate,
-    fused_gated_layernorm_modulate,
-    gated_layernorm_modulate_reference,
-)
 from sglang.kernels.ops.diffusion.triton.layernorm_modulate import (
     can_use_fused_layernorm_modulate,
     fused_layernorm_modulate,
@@ -51,6 +46,7 @@ from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rope import (
     qk_rmsnorm_rope_reference,
 )
 from sglang.multimodal_gen.runtime.layers.fused_site import run_site, takes
+from sglang.multimodal_gen.runtime.layers.gated_norm import gated_ln_modulate
 from sglang.multimodal_gen.runtime.layers.linear_gelu import fused_linear_gelu, takes_linear_gelu
 from sglang.multimodal_gen.runtime.layers.rotary import Rope
 from sglang.multimodal_gen.runtime.layers.stream import Stream
@@ -116,37 +112,6 @@ def _flux_ln_modulate(
     if fused_ln_modulate_active(site) and can_fuse_ln_modulate(x, scale, shift):
         return fused_ln_modulate(x, scale, shift, LN_EPS)
     return run_site(FLUX_LN_MODULATE, None, _ln_then_modulate, x, scale, shift)
-
-
-def _flux_gated_ln_modulate(
-    site: "FluxModulatedLayerNorm",
-    residual: torch.Tensor,
-    update: torch.Tensor,
-    gate: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual = residual + gate * update, then LayerNorm and modulate of it -> (out, residual).
-
-    residual, update [B, L, D], rows [B, D]; 111 sites a step. Where the one kernel does not run,
-    its two halves are sites of their own.
-    """
-    args = (residual, update, gate, scale, shift)
-    usable = takes(can_use_fused_gated_layernorm_modulate, *args)
-    if usable and not FLUX_GATED_LN_MODULATE.disabled:
-        return run_site(
-            FLUX_GATED_LN_MODULATE,
-            fused_gated_layernorm_modulate,
-            gated_layernorm_modulate_reference,
-            *args,
-            LN_EPS,
-        )
-
-    def in_two_sites(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        added = _flux_residual_gate_add(residual, update, gate[:, None])
-        return _flux_ln_modulate(site, added, scale, shift), added
-
-    return run_site(FLUX_GATED_LN_MODULATE, None, in_two_sites, *args)
 
 
 def _ln_then_modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
@@ -244,10 +209,12 @@ def _flux_gelu_concat(attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
 def _flux_stream_norm(
     site: "FluxModulatedLayerNorm", x: Stream, scale: torch.Tensor, shift: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(LayerNorm(x) * (1 + scale) + shift, x added up). x [B, L, D], rows [B, D]."""
+    """(LayerNorm(x) * (1 + scale) + shift, x added up). x [B, L, D], rows [B, D]; 111 sites a step
+    add up."""
     if x.update is None:
         return site(x.x, scale, shift), x.x
-    return _flux_gated_ln_modulate(site, *x, scale, shift)
+    args = (x, scale, shift, LN_EPS)
+    return gated_ln_modulate(FLUX_GATED_LN_MODULATE, _flux_residual_gate_add, site, *args)
 
 
 def _flux_added_up(x: Stream) -> torch.Tensor:

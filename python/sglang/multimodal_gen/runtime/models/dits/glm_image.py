@@ -38,7 +38,6 @@ from sglang.multimodal_gen.runtime.models.dits.glm_sites import (  # noqa: F401 
     GLM_QK_NORM_ROPE,
     GLM_RESIDUAL_GATE_ADD,
     LN_EPS,
-    _glm_gated_ln_modulate,
     _glm_ln_modulate,
     _glm_qk_layernorm,
     _glm_qk_norm_rope,
@@ -265,7 +264,7 @@ class GlmImageTransformerBlock(nn.Module):
 
     def _feed_forward(self, x: torch.Tensor, attn: torch.Tensor, row: "ModulationRows") -> Stream:
         """The norm takes the gated attention on the way, and leaves the gated MLP to the next."""
-        norm, x = _glm_gated_ln_modulate(x, attn, row.gate_msa, row.scale_mlp, row.shift_mlp)
+        norm, x = _glm_stream_norm(Stream(x, attn, row.gate_msa), row.scale_mlp, row.shift_mlp)
         return Stream(x, self.ff(norm), row.gate_mlp)
 
 

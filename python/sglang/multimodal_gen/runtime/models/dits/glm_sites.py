@@ -12,11 +12,6 @@ from sglang.kernels.ops.diffusion.residual_gate_add import (
     residual_gate_add_cuda,
     residual_gate_add_reference,
 )
-from sglang.kernels.ops.diffusion.triton.gated_layernorm_modulate import (
-    can_use_fused_gated_layernorm_modulate,
-    fused_gated_layernorm_modulate,
-    gated_layernorm_modulate_reference,
-)
 from sglang.kernels.ops.diffusion.triton.layernorm_modulate import (
     can_use_fused_layernorm_modulate,
     can_use_fused_qk_head_layernorm,
@@ -32,6 +27,7 @@ from sglang.kernels.ops.diffusion.triton.qk_layernorm_rope import (
     rotate_,
 )
 from sglang.multimodal_gen.runtime.layers.fused_site import run_site, takes
+from sglang.multimodal_gen.runtime.layers.gated_norm import gated_ln_modulate
 from sglang.multimodal_gen.runtime.layers.rotary import Rope
 from sglang.multimodal_gen.runtime.layers.stream import Stream
 
@@ -48,10 +44,12 @@ GLM_RESIDUAL_GATE_ADD = BitExactFusionGate("glm_image.residual_gate_add", per_si
 def _glm_stream_norm(
     x: Stream, scale: torch.Tensor, shift: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(LayerNorm(x) * (1 + scale) + shift, x added up)."""
+    """(LayerNorm(x) * (1 + scale) + shift, x added up). x [B, L, D], rows [B, D]; 119 sites a
+    forward add up."""
     if x.update is None:
         return _glm_ln_modulate(x.x, scale, shift), x.x
-    return _glm_gated_ln_modulate(*x, scale, shift)
+    sites = (GLM_GATED_LN_MODULATE, _glm_residual_gate_add, _glm_ln_modulate)
+    return gated_ln_modulate(*sites, x, scale, shift, LN_EPS)
 
 
 def _glm_ln_modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
@@ -60,31 +58,6 @@ def _glm_ln_modulate(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) 
     fused = fused_layernorm_modulate if usable else None
     args = (x, scale, shift, LN_EPS)
     return run_site(GLM_LN_MODULATE, fused, layernorm_modulate_reference, *args)
-
-
-def _glm_gated_ln_modulate(
-    residual: torch.Tensor,
-    update: torch.Tensor,
-    gate: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual = residual + gate * update, then LayerNorm and modulate of it -> (out, residual).
-
-    residual, update [B, L, D], rows [B, D]; 119 sites a forward. Where the one kernel does not run,
-    its two halves are sites of their own.
-    """
-    args = (residual, update, gate, scale, shift)
-    usable = takes(can_use_fused_gated_layernorm_modulate, *args)
-    if usable and not GLM_GATED_LN_MODULATE.disabled:
-        fused, reference = fused_gated_layernorm_modulate, gated_layernorm_modulate_reference
-        return run_site(GLM_GATED_LN_MODULATE, fused, reference, *args, LN_EPS)
-
-    def in_two_sites(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        added = _glm_residual_gate_add(residual, update, gate[:, None])
-        return _glm_ln_modulate(added, scale, shift), added
-
-    return run_site(GLM_GATED_LN_MODULATE, None, in_two_sites, *args)
 
 
 def _glm_qk_layernorm(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
