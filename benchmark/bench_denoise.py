@@ -131,6 +131,11 @@ def main() -> int:
     args = parse_args()
     import torch
 
+    try:
+        check_sites(args.without)
+    except ValueError as error:
+        print(f"bench_denoise: {error}")
+        return 1
     if not torch.cuda.is_available():
         print("bench_denoise: got no CUDA GPU, expected one; run it on a machine that has it")
         return 1
@@ -147,13 +152,22 @@ def main() -> int:
     return exit_code(failed)
 
 
+def check_sites(names: tuple[str, ...]) -> None:
+    """Raises ValueError where a name is that of no site of any model."""
+    import denoise_ernie  # noqa: F401 - a model's sites are known once it is imported
+    import denoise_flux  # noqa: F401
+    import denoise_glm  # noqa: F401
+    from denoise_arms import gates_named
+
+    gates_named(names)
+
+
 def bench_model(model: str, args: argparse.Namespace, failed: list[str]) -> list[DenoiseRow]:
     """The rows of one model; appends what raised to `failed`."""
     case = attempt(model, failed, lambda: make_case(model, args))
-    if case is not None:
-        case.without = args.without
     if case is None:
         return []
+    case.without = args.without
     if args.num_gpus > 1:
         from parallel_arms import bench_layouts
 

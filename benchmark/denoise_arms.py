@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang.kernels.ops.diffusion.bitexact_gate import all_gates, fast_paths
+from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate, all_gates, fast_paths
 from sglang.multimodal_gen.configs.model_specs import ModelSpec, read_model_spec
 from sglang.multimodal_gen.configs.sampling_params import ImageRequest, SamplingParams
 from sglang.multimodal_gen.runtime.distributed.parallel_state import SINGLE, ParallelState
@@ -191,18 +191,24 @@ class DenoiseCase(ABC):
 @contextmanager
 def sites_off(names: Collection[str]) -> Iterator[None]:
     """The gates of these names turned off inside; ValueError where there is none of a name."""
+    gates = gates_named(names)
+    before = [(gate, gate.disabled, gate.verified) for gate in gates]
+    for gate in gates:
+        gate.disabled, gate.verified = True, False  # a verified gate runs its op without a look
+    try:
+        yield
+    finally:
+        for gate, disabled, verified in before:
+            gate.disabled, gate.verified = disabled, verified
+
+
+def gates_named(names: Collection[str]) -> list[BitExactFusionGate]:
+    """The gates of these names; ValueError where there is none of a name."""
     gates = {gate.name: gate for gate in all_gates()}
     unknown = sorted(set(names) - set(gates))
     if unknown:
         raise ValueError(f"--without: got {', '.join(unknown)}, expected some of {sorted(gates)}")
-    turned_off = [gates[name] for name in names if not gates[name].disabled]
-    for gate in turned_off:
-        gate.disabled = True
-    try:
-        yield
-    finally:
-        for gate in turned_off:
-            gate.disabled = False
+    return [gates[name] for name in dict.fromkeys(names)]
 
 
 def classifier_free_guidance(

@@ -69,7 +69,7 @@ def profile_arm(
     plain = per_step(case, "diffusers" if arm.startswith("diffusers") else "eager")
     moved = Counter() if arm == "diffusers-compile" else per_step(case, arm).family_bytes
     fused = FusedKernels({}, Counter(), Counter())
-    if arm in ("lossless", "high"):
+    if arm in ("lossless", "high", "without"):
         fused = fused_kernels(observed_sites(case, arm))
     kernels, step_ms = profiled_steps(case, arm)
     families = family_ms(kernels, len(step_ms), fused.family_of_kernel)

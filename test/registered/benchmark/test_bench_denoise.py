@@ -11,7 +11,7 @@ from drift import drift_by_step, latents_by_step, relative_distance
 from op_counts import Attention, Gemm, per_step
 from tables import drift_table
 
-from sglang.kernels.ops.diffusion.bitexact_gate import all_gates
+from sglang.kernels.ops.diffusion.bitexact_gate import BitExactFusionGate, all_gates
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
@@ -62,11 +62,32 @@ def test_an_arm_without_some_sites_leaves_their_gates_as_they_were(cases):
     with sites_off(args.without):
         assert {g.name for g in all_gates() if g.disabled} == {"flux.residual_gate_add"}
     assert not [g.name for g in all_gates() if g.disabled]
-    with (
-        pytest.raises(ValueError, match="got flux.nothing, expected some of"),
-        sites_off(["flux.nothing"]),
-    ):
-        pass
+
+
+def test_a_site_that_is_verified_already_is_left_out_too():
+    gate = BitExactFusionGate("test.left_out", per_signature=True)
+    ran = []
+
+    def op(name):
+        ran.append(name)
+        return torch.ones(2)
+
+    def run():
+        ran.clear()
+        gate.run(lambda: op("fused"), lambda: op("eager"), sig=2)
+        return list(ran)
+
+    assert sorted(run()) == ["eager", "fused"] and run() == ["fused"]
+    with sites_off([gate.name]):
+        assert run() == ["eager"]
+    assert run() == ["fused"]
+
+
+def test_an_unknown_site_is_refused_before_a_model_is_made(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench_denoise.py", "--without", "flux.nothing"])
+    assert bench_denoise.main() == 1
+    said = capsys.readouterr().out
+    assert "got flux.nothing, expected some of" in said and "flux.linear_gelu" in said
 
 
 @pytest.mark.parametrize("model", MODELS)
