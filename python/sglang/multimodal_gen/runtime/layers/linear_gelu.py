@@ -37,10 +37,16 @@ def linear_gelu(
 def takes_linear_gelu(
     gate: BitExactFusionGate, linear: nn.Module, x: torch.Tensor, *attn: torch.Tensor
 ) -> bool:
-    """Whether the kernel is worth it here and was not found wrong. Few rows are not a fallback."""
-    if gate.disabled or forward_reject_reason(linear) is not None or linear.bias is None:
+    """Whether the kernel is worth it here and was not found wrong.
+
+    The gate counts where it was; few rows, which eager does as fast, are no fallback.
+    """
+    if forward_reject_reason(linear) is not None or linear.bias is None:
         return False
-    return takes(can_use_linear_gelu_bitexact, x, linear.weight, linear.bias, *attn)
+    usable = takes(can_use_linear_gelu_bitexact, x, linear.weight, linear.bias, *attn)
+    if usable and gate.disabled:
+        gate.note_eager("turned off")  # a reason that the gate has stays
+    return usable and not gate.disabled
 
 
 def fused_linear_gelu(

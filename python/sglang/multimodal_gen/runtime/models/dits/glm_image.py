@@ -1,8 +1,8 @@
-"""The GLM-Image transformer, whole and top-down: model, block, attention, norms, fused sites.
+"""The GLM-Image transformer, whole and top-down: model, block, attention, norms.
 
 Module and parameter names are those of the diffusers checkpoint, so weights load unchanged. The
 eager chain is `torch.equal` to `diffusers.GlmImageTransformer2DModel` 0.42.1 under the same
-attention backend. Every fused site goes through one `_glm_*` function at the end of the file.
+attention backend. Every fused site goes through one `_glm_*` function of `glm_sites.py`.
 
 What does not change over the steps of an image (projected text, projected prior, rotary tables) is
 made once by `condition` and `glm_rope_tables`, and handed to every `forward`.
