@@ -8,8 +8,9 @@ temperature are shared. The floor is the time of the model's GEMMs and attention
 Each model's rows are written as soon as they are measured; an arm that raises is reported and left
 out, and the exit code is 1.
 
-`--without flux.linear_gelu` adds an arm: lossless with that site left to its eager chain, which
-shows what the site gains in the model (at sizes that run as launches, not as a CUDA graph).
+`--without flux.linear_gelu` adds an arm: lossless with that site turned off, so that its eager
+chain runs, or the smaller fused sites that it is made of. It shows what the site gains in the model
+(at sizes that run as launches, not as a CUDA graph).
 
 With `--num-gpus 2` each arm also runs on that many GPUs, in turns with one, in the layout that the
 engine would pick (`--layouts all`: in every one that the model allows).

@@ -117,6 +117,7 @@ def render_denoise(content: Content) -> str:
             row["model"],
             row["arm"],
             _size(row),
+            str(row["steps"]),
             f"{row['ms_per_step']:.1f}",
             number(row["ratio_to_floor"], 3),
             number(row["ratio_to_eager"], 3),
@@ -126,7 +127,7 @@ def render_denoise(content: Content) -> str:
         )
         for row in rows
     ]
-    columns = ("model", "arm", "size", "ms/step", "x floor", "x eager")
+    columns = ("model", "arm", "size", "steps", "ms/step", "x floor", "x eager")
     columns += ("latents vs diffusers", "peak GiB", "distinct md5")
     return f"{_title(content, 'Denoising', denoise_command(rows))}\n\n{markdown(columns, cells)}"
 
@@ -210,9 +211,11 @@ def by_model(rows: Sequence[Row]) -> list[Row]:
 
 
 def denoise_command(rows: Sequence[Row]) -> str:
-    """What measures these rows."""
+    """What measures these rows; with the number of steps where it is one."""
     models, arms = _names(rows, "model"), _names(rows, "arm")
-    return f"python benchmark/bench_denoise.py --model {models} --arms {arms}"
+    counts = {row["steps"] for row in rows}
+    steps = f" --steps {counts.pop()}" if len(counts) == 1 else ""
+    return f"python benchmark/bench_denoise.py --model {models} --arms {arms}{steps}"
 
 
 def generate_command(rows: Sequence[Row]) -> str:

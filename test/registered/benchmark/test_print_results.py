@@ -20,7 +20,8 @@ def write(folder, name, rows):
 
 
 def denoise_row(model, arm, **changes):
-    row = {"model": model, "arm": arm, **SIZE, "ms_per_step": 10.0, "md5": ["a", "a"]}
+    row = {"model": model, "arm": arm, **SIZE, "steps": 20, "ms_per_step": 10.0}
+    row |= {"md5": ["a", "a"]}
     row |= {"ratio_to_floor": 1.25, "ratio_to_eager": None, "peak_memory_mb": 2048.0}
     row |= {"equal_to_diffusers": None, "psnr_vs_diffusers_db": None}
     return row | {"families": None, "family_rates": None} | changes
@@ -74,7 +75,7 @@ def test_the_documents_have_their_markers():
 
 def test_denoising_names_its_command_and_the_nearness_to_diffusers(tmp_path):
     rows = [
-        denoise_row("glm-image", "lossless", equal_to_diffusers=True, ratio_to_eager=0.8),
+        denoise_row("glm-image", "lossless", equal_to_diffusers=True, ratio_to_eager=0.8, steps=10),
         denoise_row("ernie-image", "eager", equal_to_diffusers=False, psnr_vs_diffusers_db=45.25),
     ]
     write(tmp_path, "denoise", rows)
@@ -85,8 +86,8 @@ def test_denoising_names_its_command_and_the_nearness_to_diffusers(tmp_path):
         " --model ernie-image,glm-image --arms eager,lossless`)"
     )
     assert lines[4:] == [
-        "| ernie-image | eager | 1024x1024 | 10.0 | 1.250 |  | 45.2 dB | 2.0 | 1 |",
-        "| glm-image | lossless | 1024x1024 | 10.0 | 1.250 | 0.800 | equal | 2.0 | 1 |",
+        "| ernie-image | eager | 1024x1024 | 20 | 10.0 | 1.250 |  | 45.2 dB | 2.0 | 1 |",
+        "| glm-image | lossless | 1024x1024 | 10 | 10.0 | 1.250 | 0.800 | equal | 2.0 | 1 |",
     ]
 
 
@@ -119,7 +120,7 @@ def test_families_of_each_model_that_was_profiled(tmp_path):
     rows = [denoise_row("glm-image", "eager"), denoise_row("flux1-dev", "lossless", **profile)]
     write(tmp_path, "denoise", rows)
     (text,) = families(tmp_path)
-    assert text.startswith("**flux1-dev, 1024x1024** (") and "--profile`)" in text
+    assert text.startswith("**flux1-dev, 1024x1024** (") and "--steps 20 --profile`)" in text
     assert "| gemm | 8.00 (600 TFLOP/s, 85 %) |" in text
 
 
@@ -143,7 +144,7 @@ def test_drift_of_each_high_arm(tmp_path):
     rows = [denoise_row("flux1-dev", "high", drift=[0.01, 0.02]), denoise_row("flux1-dev", "eager")]
     write(tmp_path, "denoise", rows)
     (text,) = drift(tmp_path)
-    assert "--arms high --drift`)" in text
+    assert "--arms high --steps 20 --drift`)" in text
     assert text.splitlines()[-1] == "| flux1-dev | 1.0e-02 | 2.0e-02 |"
 
 
