@@ -44,7 +44,7 @@ def families(folder: Path) -> Iterator[str]:
             groups.setdefault((row["model"], _size(row)), []).append(row)
     for (model, size), rows in groups.items():
         command = f"{denoise_command(rows)} --profile"
-        yield f"{_title(content, f'{model}, {size}', command)}\n\n{family_table(rows)}"
+        yield f"{_title(content, f'{model}, {size}', command, rows)}\n\n{family_table(rows)}"
 
 
 def drift(folder: Path) -> Iterator[str]:
@@ -53,7 +53,7 @@ def drift(folder: Path) -> Iterator[str]:
     rows = [row for row in by_model((content or {"rows": []})["rows"]) if row.get("drift")]
     if rows:
         command = f"{denoise_command(rows)} --drift"
-        yield f"{_title(content, 'Drift of the latents', command)}\n\n{drift_table(rows)}"
+        yield f"{_title(content, 'Drift of the latents', command, rows)}\n\n{drift_table(rows)}"
 
 
 def several(folder: Path) -> Iterator[str]:
@@ -106,7 +106,7 @@ def quality(folder: Path) -> Iterator[str]:
     if finite:
         ssim = statistics.mean(row["ssim"] for row in rows)
         cells.append(["**mean**", f"**{statistics.mean(finite):.1f}**", f"**{ssim:.4f}**"])
-    title = _title(content, "High against lossless", generate_command(rows))
+    title = _title(content, "High against lossless", generate_command(rows), rows)
     yield f"{title}\n\n{markdown(('prompt', 'PSNR dB', 'SSIM'), cells)}"
 
 
@@ -227,9 +227,11 @@ def _names(rows: Sequence[Row], field: str) -> str:
     return ",".join(dict.fromkeys(row[field] for row in rows))
 
 
-def _title(content: Content, title: str, command: str) -> str:
-    header = content["header"]
-    machine = f"{header['gpu']}, torch {header['torch']}, {header['date'][:10]}"
+def _title(content: Content, title: str, command: str, rows: Sequence[Row] | None = None) -> str:
+    """`rows` are those of the table; all of the file's where it is left out."""
+    header, rows = content["header"], content["rows"] if rows is None else rows
+    days = sorted({row.get("date", header["date"])[:10] for row in rows})
+    machine = f"{header['gpu']}, torch {header['torch']}, {' and '.join(days)}"
     return f"**{title}** ({machine}; `{command}`)"
 
 

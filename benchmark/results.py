@@ -15,11 +15,18 @@ def merge_rows(path: Path, rows: Sequence[Row], key: Sequence[str], num_gpus: in
     """Write `rows` into a result file under a fresh header.
 
     Rows already there stay unless a new one has the same values under `key`; a row that an older
-    version wrote without one of these fields is replaced by a new row with the others.
+    version wrote without one of these fields is replaced by a new row with the others. A row that
+    stays keeps the date and the commit of its own run, in fields of these names.
     """
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    kept = [row for row in old if not any(same_key(row, new, key) for new in rows)]
+    old = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    kept = [row for row in old["rows"] if not any(same_key(row, new, key) for new in rows)]
+    kept = [dated(row, old.get("header", {})) for row in kept]
     write_result_file(path, {"rows": [*kept, *rows]}, num_gpus=num_gpus)
+
+
+def dated(row: Row, header: Row) -> Row:
+    """The row with the date and the commit of the run that `header` describes, if it has none."""
+    return {name: header[name] for name in ("date", "package_commit") if name in header} | row
 
 
 def same_key(old: Row, new: Row, key: Sequence[str]) -> bool:

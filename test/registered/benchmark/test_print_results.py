@@ -2,10 +2,12 @@
 
 import json
 
+import environment
 import print_results
 import pytest
 from print_results import filled
 from result_tables import drift, families, quality, results
+from results import merge_rows
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -155,3 +157,19 @@ def test_no_results_no_tables(tmp_path):
 def test_the_shipped_results_can_be_printed(capsys):
     assert print_results.main([]) == 0
     assert "**Denoising**" in capsys.readouterr().out
+
+
+def test_rows_that_stay_in_a_merged_file_keep_the_day_of_their_run(tmp_path, monkeypatch):
+    header = {**HEADER, "package_commit": "a" * 40}
+    later = {**header, "date": "2026-12-02T10:00:00+00:00", "package_commit": "b" * 40}
+    file = tmp_path / "denoise.json"
+    old = [denoise_row("flux1-dev", arm) for arm in ("eager", "lossless")]
+    file.write_text(json.dumps({"header": header, "rows": old}))
+    monkeypatch.setattr(environment, "header", lambda num_gpus: later)
+    for _ in range(2):
+        merge_rows(file, [denoise_row("flux1-dev", "lossless")], key=("model", "arm"))
+    kept, new = json.loads(file.read_text())["rows"]
+    assert (kept["date"], kept["package_commit"]) == (header["date"], "a" * 40)
+    assert "date" not in new
+    (table,) = results(tmp_path)
+    assert "2026-11-30 and 2026-12-02" in table

@@ -29,6 +29,7 @@ def calls(monkeypatch):
         layer, "can_use_linear_gelu_bitexact", lambda x, *_: x.shape[-2] >= WORTH_IT
     )
     monkeypatch.setattr(layer, "linear_gelu_bitexact_cuda", kernel)
+    monkeypatch.setattr(layer, "_only_size_decides", lambda x: True)
     return made
 
 
@@ -72,3 +73,10 @@ def test_a_hooked_linear_and_one_without_bias_run_themselves(calls, gate):
         assert not takes_linear_gelu(gate, linear, x)
         run(gate, linear, WORTH_IT)
     assert not calls and not gate.eager_calls
+
+
+def test_without_such_a_gpu_every_call_is_counted_with_its_reason(gate):
+    run(gate, nn.Linear(8, 16), WORTH_IT)
+    state = gate.state()
+    assert (state.status, state.eager_calls) == ("eager", 1)
+    assert state.reason == "the kernel does not take float32 [1, 4, 8] on cpu"

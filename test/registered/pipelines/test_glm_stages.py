@@ -36,6 +36,7 @@ SCHEDULERS = {
 DIT_SITES = {
     "glm_image.gated_layernorm_modulate",
     "glm_image.layernorm_modulate",
+    "glm_image.linear_gelu",
     "glm_image.qk_norm_rope",
     "glm_image.residual_gate_add",
 }

@@ -16,6 +16,7 @@ from sglang.kernels.ops.diffusion.linear_gelu_bitexact import (
     linear_gelu_bitexact_cuda,
     linear_gelu_bitexact_reference,
 )
+from sglang.kernels.ops.diffusion.persistent_gemm import DTYPES, is_hopper
 from sglang.multimodal_gen.runtime.layers.fused_site import run_site, takes
 
 
@@ -31,7 +32,16 @@ def linear_gelu(
         return fused_linear_gelu(gate, linear, x)
     if fused_gelu_active(site) and can_fuse_linear_gelu(linear, x):
         return fused_linear_gelu_tanh(x, linear.weight, linear.bias)
-    return F.gelu(linear(x), approximate="tanh")
+
+    def eager(x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(linear(x), approximate="tanh")
+
+    return eager(x) if _only_size_decides(x) else run_site(gate, None, eager, x)
+
+
+def _only_size_decides(x: torch.Tensor) -> bool:
+    """Whether there is a kernel for such tensors here: too few rows for it are no fallback."""
+    return x.is_cuda and x.dtype in DTYPES and is_hopper(x.get_device())
 
 
 def takes_linear_gelu(
