@@ -291,7 +291,7 @@ class FluxSingleTransformerBlock(nn.Module):
         norm, joint, gate = self.norm.modulate(joint, row)
         attention = self.attn.begin(norm, rope)
         exact = self.attn.attention.parts == 1 and takes_linear_gelu(
-            FLUX_LINEAR_GELU, self.proj_mlp, norm
+            FLUX_LINEAR_GELU, self.proj_mlp, norm, attention()
         )
         if not exact and fused_gelu_active(self) and can_fuse_linear_gelu(self.proj_mlp, norm):
             mlp = fused_linear_gelu_tanh(norm, self.proj_mlp.weight, self.proj_mlp.bias)

@@ -47,7 +47,7 @@ from sglang.kernels.ops.diffusion.triton.qk_rmsnorm_rope import (
 )
 from sglang.multimodal_gen.runtime.layers.fused_site import run_site, takes
 from sglang.multimodal_gen.runtime.layers.gated_norm import gated_ln_modulate
-from sglang.multimodal_gen.runtime.layers.linear_gelu import fused_linear_gelu, takes_linear_gelu
+from sglang.multimodal_gen.runtime.layers.linear_gelu import fused_linear_gelu
 from sglang.multimodal_gen.runtime.layers.rotary import Rope
 from sglang.multimodal_gen.runtime.layers.stream import Stream
 
@@ -188,13 +188,11 @@ def _flux_attn_and_mlp(
 ) -> torch.Tensor:
     """cat([attention(), gelu(proj_mlp(x))]). x [B, J, D] -> [B, J, D + M]; 38 sites a step.
 
-    `in_one` asks for one kernel of projection, GELU and join. Otherwise the projection runs first,
-    while ranks exchange heads for attention.
+    `in_one` asks for one kernel of projection, GELU and join, which takes them. Otherwise the
+    projection runs first, while ranks exchange heads for attention.
     """
     if in_one:
-        attn = attention()
-        if takes_linear_gelu(FLUX_LINEAR_GELU, proj_mlp, x, attn):
-            return fused_linear_gelu(FLUX_LINEAR_GELU, proj_mlp, x, attn)
+        return fused_linear_gelu(FLUX_LINEAR_GELU, proj_mlp, x, attention())
     mlp = proj_mlp(x)
     return _flux_gelu_concat(attention(), mlp)
 

@@ -258,9 +258,8 @@ class GlmImageTransformerBlock(nn.Module):
         img_attn, txt_attn = self.attn1(img_norm, txt_norm, rope, memory)
 
         # feed-forward, stream by stream
-        return self._feed_forward(img, img_attn, img_row), self._feed_forward(
-            txt, txt_attn, txt_row
-        )
+        img = self._feed_forward(img, img_attn, img_row)
+        return img, self._feed_forward(txt, txt_attn, txt_row)
 
     def _feed_forward(self, x: torch.Tensor, attn: torch.Tensor, row: "ModulationRows") -> Stream:
         """The norm takes the gated attention on the way, and leaves the gated MLP to the next."""
